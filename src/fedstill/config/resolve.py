@@ -26,12 +26,7 @@ from fedstill.config.named_tables import (
     read_named,
 )
 from fedstill.config.overrides import place_of
-from fedstill.config.settings import (
-    NamedTables,
-    Settings,
-    check_contradictions,
-    hide_client_models,
-)
+from fedstill.config.settings import NamedTables, Settings, check_contradictions
 from fedstill.config.stages import (
     PlanTable,
     check_method,
@@ -69,7 +64,7 @@ from fedstill.config.validation import (
     unknown_name,
     validated,
 )
-from fedstill.continual.task_test import RoundInterval
+from fedstill.continual.task_test import HELD_OUT_TEST, SITE_TEST, RoundInterval, RoundTests
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import Count, as_table
 from fedstill.core.method import Method
@@ -299,37 +294,33 @@ class Parts:
             self.topology.build(),
             self.stream.named.name,
             self.plans,
-            sites_test_rounds=self._sites_test_rounds,
-            sites_test_every=self._sites_test_every,
+            self._round_tests,
         )
         for table in self.packages.values():
             schedule = table.changed_schedule(schedule)
         return schedule
 
     @property
-    def _sites_test_model(self) -> bool:
-        """Whether there is a global model that real sites may test and report on."""
-        on_sites = self.flower.is_on_sites(self.top.engine)
-        return on_sites and not hide_client_models(self.packages) and not self.method.personal
+    def _round_tests(self) -> RoundTests | None:
+        """The tests of the global model by real sites after rounds; None if there are none.
 
-    @property
-    def _sites_test_every(self) -> RoundInterval | None:
-        """In which rounds real sites test the global model on their test sets; None for none."""
-        every = self.flower.test_every
-        if not self._sites_test_model or not every:
-            return None
-        return RoundInterval(every, self.top.rounds)
-
-    @property
-    def _sites_test_rounds(self) -> bool:
-        """Whether real sites test the global model on the data that they hold out, so that rounds
-        can be compared.
+        Sites test on the data that they hold out if rounds are compared by them, and otherwise on
+        their test sets.
         """
-        if not self._sites_test_model or not held_out_share(self.plans):
-            return False
+        on_sites = self.flower.is_on_sites(self.top.engine)
+        hides_client_models = any(table.hides_client_models for table in self.packages.values())
+        if not on_sites or hides_client_models or self.method.personal:
+            return None
+
+        compares_rounds = self.top.select_on == "held_out"
         if self.top.select_on is None:
-            return self.stop.is_active
-        return self.top.select_on == "held_out"
+            compares_rounds = self.stop.is_active
+        if compares_rounds and held_out_share(self.plans):
+            return RoundTests(self.method, HELD_OUT_TEST)
+        interval = self.flower.test_every
+        if not interval:
+            return None
+        return RoundTests(self.method, SITE_TEST, RoundInterval(interval, self.top.rounds))
 
 
 # Advice about unknown keys. A key is only suggested if the config is accepted with it.

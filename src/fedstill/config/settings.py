@@ -26,7 +26,7 @@ from fedstill.config.tables import (
     with_package_tables,
 )
 from fedstill.config.validation import PackageTable, contradiction
-from fedstill.continual.task_test import HELD_OUT_TEST, RoundTests
+from fedstill.continual.task_test import HELD_OUT_TEST
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import Count, as_table
 from fedstill.core.method import Method
@@ -51,11 +51,6 @@ class NamedTables:
     stream: Named
 
 
-def hide_client_models(tables: Mapping[str, PackageTable]) -> bool:
-    """Whether a table of an outer package hides the models of single clients from the server."""
-    return any(table.hides_client_models for table in tables.values())
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings(TopKeys):
     """Every value of a run, and the schedule with its method that are built from them."""
@@ -63,7 +58,6 @@ class Settings(TopKeys):
     threads: tuple[Count, Count]
     data: DataTable
     named: NamedTables
-    """The tables that name registered objects."""
     clients: int
     """The number of clients."""
     clients_table: ClientsTable
@@ -106,7 +100,7 @@ class Settings(TopKeys):
     @property
     def hides_client_models(self) -> bool:
         """Whether the models of single clients are hidden from the server."""
-        return hide_client_models(self.tables)
+        return any(table.hides_client_models for table in self.tables.values())
 
     @property
     def rules(self) -> Rules:
@@ -138,9 +132,7 @@ class Settings(TopKeys):
         """Whether real sites test the global model on the data that they hold out, so that rounds
         can be compared.
         """
-        providers = self.schedule.providers
-        tests = [provider for provider in providers if isinstance(provider, RoundTests)]
-        return any(provider.name == HELD_OUT_TEST for provider in tests)
+        return HELD_OUT_TEST in self.schedule.provided_stages
 
     @property
     def measured_in(self) -> frozenset[int]:
@@ -174,7 +166,7 @@ class Settings(TopKeys):
             "model": named.model.table,
             "method": named.method.table,
             "clients": written_clients(self.clients_table, self.is_deployed),
-            "flower": written_flower(self.flower),
+            "flower": _without_defaults("flower", self.flower.table, FlowerTable().table),
             "stream": {**named.stream.table, **self.stream.table},
             "stop": self.stop.table,
             "plan": {name: as_table(plan) for name, plan in self.plans.items()},
@@ -420,11 +412,6 @@ def written_clients(table: ClientsTable, is_deployed: bool) -> dict[str, Any]:
         # key.
         del values["failures"]
     return values
-
-
-def written_flower(table: FlowerTable) -> dict[str, Any]:
-    """The keys of ``[flower]`` in a run's config."""
-    return _without_defaults("flower", table.table, FlowerTable().table)
 
 
 def written_plan(plan: Plan) -> dict[str, Any]:

@@ -25,14 +25,7 @@ from fedstill.config.validation import (
     unknown_name,
     validated,
 )
-from fedstill.continual.task_test import (
-    HELD_OUT_TEST,
-    SITE_TEST,
-    TEST_STAGES,
-    RoundInterval,
-    RoundTests,
-    TaskTests,
-)
+from fedstill.continual.task_test import TEST_STAGES, RoundTests, TaskTests
 from fedstill.core import registry
 from fedstill.core.capabilities import Need
 from fedstill.core.checks import checked_return
@@ -62,24 +55,19 @@ def schedule_of(
     topology: Topology,
     stream_kind: str,
     plans: Mapping[str, Plan],
-    *,
-    sites_test_rounds: bool = False,
-    sites_test_every: RoundInterval | None = None,
+    round_tests: RoundTests | None,
 ) -> Schedule:
     """A run's schedule: the stages of the topology, and those that the method, its plans, tasks,
     ``select_on`` and tests at real sites need.
 
-    ``stream_kind``: the kind of ``[stream]``. ``sites_test_rounds``: whether real sites test the
-    global model after every round on the data that they hold out; ``sites_test_every``: the rounds
-    after which they test it on their test sets.
+    ``stream_kind``: the kind of ``[stream]``. ``round_tests``: the tests by real sites after
+    rounds, if there are any.
     """
     providers: list[StageProvider] = [FitStage(), RidgeStage()]
     if stream_kind == SITES and not method.personal:
         providers.append(TaskTests(method))
-    if sites_test_rounds:
-        providers.append(RoundTests(method, HELD_OUT_TEST))
-    elif sites_test_every is not None:
-        providers.append(RoundTests(method, SITE_TEST, sites_test_every))
+    if round_tests is not None:
+        providers.append(round_tests)
     if takes_census(method, plans):
         providers.append(CensusStages())
     return Schedule(method, topology, tuple(providers))
