@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fedstill.config.experiment import Experiment
 from fedstill.config.named_tables import known_name, schema_of_name
 from fedstill.config.tables import DataTable, FlowerTable
-from fedstill.config.validation import WrongConfig, contradiction, validated
+from fedstill.config.validation import WrongConfig, validated, wrong_value
 from fedstill.core import registry
 from fedstill.core.errors import on_one_line
 from fedstill.core.fields import nfc, value_text
@@ -35,7 +35,7 @@ def absolute_path(path: str, base: Path | None, key: str) -> Path:
         absolute = ((base or Path.cwd()) / Path(path).expanduser()).resolve()
         absolute.exists()  # fails for texts that no path can have
     except (OSError, RuntimeError, ValueError) as error:
-        raise contradiction(
+        raise wrong_value(
             key, f"= {value_text(path)} cannot be a path: {on_one_line(error)}", "write another one"
         ) from error
     return absolute
@@ -52,7 +52,7 @@ def resolved_data_name(name: str, base: Path | None, key: str, folder: str = "")
     ConfigError for the key if the name is empty or cannot be a path.
     """
     if not name:
-        raise contradiction(key, "is empty", "leave it out, or name a data set, a file or a folder")
+        raise wrong_value(key, "is empty", "leave it out, or name a data set, a file or a folder")
     if name in registry.names("dataset"):
         return name
     check_windows_path(name, key)
@@ -114,7 +114,7 @@ def _backbone(table: Mapping[str, Any] | None, base: Path | None) -> Mapping[str
         return None
     for key in ("name", "file"):
         if not isinstance(table.get(key), str):
-            raise contradiction(
+            raise wrong_value(
                 "data.features_of",
                 f"needs {key}",
                 'write features_of = { name = "cnn", file = "RUN" }',
@@ -201,7 +201,7 @@ def unseen_kind(data: DataTable, flower: FlowerTable) -> Kind:
     if flower.vocabulary or data.tokenizer or data.vocabulary:
         return "text"
     if len(flower.shape) == 1:
-        raise contradiction(
+        raise wrong_value(
             "data.kind",
             "is ambiguous when data.name = 'none' and flower.shape has one number",
             "set it to 'table', 'vector' or 'text'",
@@ -216,13 +216,13 @@ def unseen_examples(data: DataTable, flower: FlowerTable) -> UnseenExamples:
     """
     kind = unseen_kind(data, flower)
     if len(flower.classes) < 2:
-        raise contradiction(
+        raise wrong_value(
             "data.name",
             "= 'none' needs flower.classes, the names of the classes, at least two",
         )
     derived = _derived_examples(kind, data, flower)
     if flower.vocabulary and kind != "text":
-        raise contradiction(
+        raise wrong_value(
             "flower.vocabulary",
             f"is for texts, and data.kind says {PLURALS[kind]}",
             "leave it out",
@@ -233,7 +233,7 @@ def unseen_examples(data: DataTable, flower: FlowerTable) -> UnseenExamples:
         )
     shape = flower.shape or derived.shape
     if not shape:
-        raise contradiction("data.name", f"= 'none' needs flower.shape, {_shape_in_words(kind)}")
+        raise wrong_value("data.name", f"= 'none' needs flower.shape, {_shape_in_words(kind)}")
     if len(shape) != AXES[kind]:
         raise _wrong_shape(kind, shape, f"{AXES[kind]} number(s)")
     return UnseenExamples(shape, derived.about)
@@ -259,7 +259,7 @@ def _shape_in_words(kind: Kind) -> str:
 
 
 def _wrong_shape(kind: Kind, shape: Sequence[int], legal: str) -> WrongConfig:
-    return contradiction(
+    return wrong_value(
         "flower.shape", f"= {list(shape)} is not the shape of {PLURALS[kind]}", f"give {legal}"
     )
 
@@ -270,20 +270,20 @@ def _table_inputs(data: DataTable) -> TableInputs:
     All of them must be in the config, since nobody sees all data. Raises ConfigError otherwise.
     """
     if not data.columns:
-        raise contradiction(
+        raise wrong_value(
             "data.name",
             "= 'none' with a table needs data.columns, so that all sites take the same ones",
         )
     categories = {}
     for column, names in data.categories.items():
         if column not in data.columns:
-            raise contradiction(
+            raise wrong_value(
                 "data.categorical",
                 f"names {column!r}, which is not among data.columns",
                 "add it there",
             )
         if not names:
-            raise contradiction(
+            raise wrong_value(
                 "data.name",
                 f"= 'none' needs the names in column {column!r}, as nobody sees all data",
                 f"write data.categorical = {{ {column} = [..., ...] }}",
@@ -301,7 +301,7 @@ def _vocabulary(data: DataTable, flower: FlowerTable) -> int:
     tokenizer = data.tokenizer or "words"
     if tokenizer.endswith(".json"):
         if flower.vocabulary is None:
-            raise contradiction(
+            raise wrong_value(
                 "data.name",
                 "= 'none' with a tokenizer file needs flower.vocabulary, its token ids",
             )
@@ -310,7 +310,7 @@ def _vocabulary(data: DataTable, flower: FlowerTable) -> int:
     if tokenizer == "bytes":
         size = BYTES
     if flower.vocabulary not in (None, size):
-        raise contradiction(
+        raise wrong_value(
             "flower.vocabulary",
             f"= {flower.vocabulary}, and {tokenizer!r} has {size} token ids",
             "leave it out",

@@ -9,7 +9,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,7 +30,7 @@ from fedstill.config.overrides import (
     with_working_directory_paths,
 )
 from fedstill.config.tables import TopKeys
-from fedstill.config.validation import NOT_A_NAME, NOT_A_TABLE, Problem, WrongConfig
+from fedstill.config.validation import NOT_A_NAME, NOT_A_TABLE, WrongConfig, wrong_value
 from fedstill.core import registry
 from fedstill.core.errors import USER, ConfigError
 from fedstill.core.fields import as_table, kind_text, plain_value, value_text
@@ -104,7 +104,7 @@ class Experiment(TopKeys):
             value = with_object_name(name, value)
         value = _as_table(name, value)
         if not isinstance(value, Mapping):
-            raise WrongConfig([_not_a_table(name, value)])
+            raise _not_a_table(name, value)
         return dict(value)
 
     @property
@@ -208,17 +208,16 @@ def _as_table(name: str, value: Any) -> Any:
     return value
 
 
-def _not_a_table(name: str, value: Any) -> Problem:
-    """The problem of a value in the place of a table."""
-    problem = Problem(
-        code=NOT_A_TABLE, key=name, reason=f"= {value_text(value)} must be a table, [{name}]"
-    )
+def _not_a_table(name: str, value: Any) -> WrongConfig:
+    """The error for a value in the place of a table."""
+    reason = f"= {value_text(value)} must be a table, [{name}]"
     if name not in NAME_KEYS:
-        return replace(problem, hint=f"write its keys below [{name}]")
+        return wrong_value(name, reason, f"write its keys below [{name}]", code=NOT_A_TABLE)
     text = "NAME"
     if isinstance(value, (int, float)):
         text = str(value)
-    return replace(problem, code=NOT_A_NAME, hint=f'a name is a text: write {name} = "{text}"')
+    hint = f'a name is a text: write {name} = "{text}"'
+    return wrong_value(name, reason, hint, code=NOT_A_NAME)
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:

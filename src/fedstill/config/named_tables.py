@@ -17,13 +17,13 @@ from typing import Any, TypeGuard
 from fedstill.config.validation import (
     Fields,
     Schema,
-    contradiction,
     defaults_of,
     is_legal,
     keys_of,
     schema_of,
     unknown_name,
     validated,
+    wrong_value,
 )
 from fedstill.core import descriptions, registry
 from fedstill.core.errors import ConfigError, UnknownName, on_one_line
@@ -118,7 +118,7 @@ def read_named(
         fields.pop("clients", None)
     name = fields.pop(name_key.key, default_name or name_key.default)
     if not isinstance(name, str):
-        raise contradiction(
+        raise wrong_value(
             f"{kind}.{name_key.key}",
             f"= {value_text(name)} must be a name, a file or an import path",
         )
@@ -338,7 +338,7 @@ class ByClient:
         for ids, network in self.networks.items():
             for client in _client_range(ids, clients):
                 if networks[client] is not None:
-                    raise contradiction(
+                    raise wrong_value(
                         f"{MODELS_KEY}.{ids}",
                         f"names client {client}, which has a network already",
                         "leave it out of one of them",
@@ -379,7 +379,7 @@ def _network(value: Any, key: str, base: Path | None) -> ClientNetwork:
     if isinstance(value, str):
         return _network_by_name(value, key, base)
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        raise contradiction(
+        raise wrong_value(
             key,
             f"= {value_text(value)} must be a network's name, or a table of name and its fields",
         )
@@ -401,13 +401,13 @@ def _checked_shares(networks: Sequence[ClientNetwork]) -> list[float]:
     shares = [network.share for network in networks if network.share is not None]
     are_legal = all(_is_number(share) and 0 < share <= 1 for share in shares)
     if len(shares) < len(networks) or not are_legal:
-        raise contradiction(
+        raise wrong_value(
             MODELS_KEY,
             f"has the shares {value_text(shares)}",
             "give every network a share above 0, or none",
         )
     if abs(sum(shares) - 1) > SHARE_TOLERANCE:
-        raise contradiction(
+        raise wrong_value(
             MODELS_KEY,
             f"has the shares {value_text(shares)}, whose sum is {sum(shares):g}; it must be 1",
         )
@@ -441,7 +441,7 @@ def _client_range(ids: str, clients: int) -> range:
     """
     match = ID_OR_RANGE.fullmatch(ids)
     if match is None:
-        raise contradiction(
+        raise wrong_value(
             f"{MODELS_KEY}.{ids}",
             "does not name a client",
             "write ids, '3' or '0-2', or give all networks shares",
@@ -449,7 +449,7 @@ def _client_range(ids: str, clients: int) -> range:
     first = int(match[1])
     last = int(match[2] or first)
     if not first <= last < clients:
-        raise contradiction(f"{MODELS_KEY}.{ids}", f"must name clients from 0 to {clients - 1}")
+        raise wrong_value(f"{MODELS_KEY}.{ids}", f"must name clients from 0 to {clients - 1}")
     return range(first, last + 1)
 
 

@@ -50,19 +50,18 @@ from fedstill.config.tables import (
 from fedstill.config.unknown_keys import KeyPath, UnknownKey
 from fedstill.config.validation import (
     CONTRADICTION,
-    NO_EFFECT,
     NOT_A_TABLE,
     UNKNOWN_KEY,
     PackageTable,
     Problem,
     WrongConfig,
     collected,
-    contradiction,
     keys_of,
     schema_of,
     schema_of_record,
     unknown_name,
     validated,
+    wrong_value,
 )
 from fedstill.continual.task_test import HELD_OUT_TEST, SITE_TEST, RoundInterval, RoundTests
 from fedstill.core.errors import ConfigError
@@ -326,7 +325,7 @@ class Parts:
 # Advice about unknown keys. A key is only suggested if the config is accepted with it.
 
 
-BLOCKING = {UNKNOWN_KEY, NO_EFFECT, CONTRADICTION, NOT_A_TABLE}
+BLOCKING = {UNKNOWN_KEY, CONTRADICTION, NOT_A_TABLE}
 """Problems of a key that show that another key was meant. With other problems, the key is right,
 and its value is wrong.
 """
@@ -417,7 +416,7 @@ def read_stream(experiment: Experiment, rounds: int) -> StreamSettings:
     if named.name == NO_STREAM:
         without_effect = [key for key in values if key != "kind"]
         if without_effect:
-            raise contradiction(
+            raise wrong_value(
                 f"stream.{without_effect[0]}",
                 "has no effect without tasks",
                 "set stream.kind: 'classes', 'domains' or 'drift'",
@@ -442,7 +441,7 @@ def _with_tasks_of_cuts(table: StreamTable, cuts: Sequence[str], *, is_set: bool
     cut_times(cuts)
     tasks = len(cuts) + 1
     if is_set and table.tasks != tasks:
-        raise contradiction(
+        raise wrong_value(
             "stream.tasks",
             f"= {table.tasks}, and the {len(cuts)} dates of stream.cuts make {tasks} tasks",
             "leave stream.tasks out",
@@ -470,7 +469,7 @@ def _client_count(experiment: Experiment) -> int:
         if "clients" in table:
             counts[name] = validated(schema, {"clients": table["clients"]}, name)["clients"]
     if len(set(counts.values())) > 1:
-        raise contradiction(
+        raise wrong_value(
             "topology.clients",
             f"= {counts['topology']} and partition.clients = {counts['partition']} differ",
             "leave one of them out",
@@ -485,7 +484,7 @@ def _flower_table(experiment: Experiment) -> FlowerTable:
         folder = absolute_path(flower.federation, experiment.base, "flower.federation")
         return flower.changed(federation=str(folder))
     if flower.data == "sites":
-        raise contradiction(
+        raise wrong_value(
             "flower.data",
             "= 'sites' needs flower.federation, the folder that `fedstill deploy init` made",
         )

@@ -25,7 +25,7 @@ from fedstill.config.tables import (
     TopKeys,
     with_package_tables,
 )
-from fedstill.config.validation import PackageTable, contradiction
+from fedstill.config.validation import PackageTable, wrong_value
 from fedstill.continual.task_test import HELD_OUT_TEST
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import Count, as_table
@@ -230,13 +230,13 @@ def _check_processes(settings: Settings, device: str) -> None:
     machines.
     """
     if device == "auto" and settings.is_deployed:
-        raise contradiction(
+        raise wrong_value(
             "device",
             "= 'auto' would depend on the server, but sites may have other devices",
             "set 'cpu' or 'cuda', which the server and all sites then need",
         )
     if settings.device.startswith("cuda:") and settings.flower.grid == "ray":
-        raise contradiction(
+        raise wrong_value(
             "device",
             f"= {settings.device!r} names one GPU, but Ray distributes the clients",
             "set 'cuda', and CUDA_VISIBLE_DEVICES in the environment",
@@ -255,12 +255,12 @@ def _check_site_tests(settings: Settings) -> None:
     """
     test_every = settings.flower.test_every
     if settings.engine == "flower" and not settings.on_sites and test_every != 1:
-        raise contradiction(
+        raise wrong_value(
             "flower.test_every", "is for sites with data of their own, flower.data = 'sites'"
         )
     has_tests = test_every or settings.sites_test_rounds or settings.method.personal
     if settings.on_sites and settings.metrics and not has_tests:
-        raise contradiction(
+        raise wrong_value(
             "flower.test_every", "= 0 leaves no tests, from which metrics are computed"
         )
 
@@ -268,23 +268,23 @@ def _check_site_tests(settings: Settings) -> None:
 def _check_start(settings: Settings) -> None:
     """Raise WrongConfig for keys that need ``start_from``, and for values that exclude it."""
     if settings.start_from_partial and not settings.start_from:
-        raise contradiction(
+        raise wrong_value(
             "start_from_partial", "= true needs start_from, the model whose entries are loaded"
         )
     if not settings.train_only:
         return
     if not settings.start_from:
-        raise contradiction(
+        raise wrong_value(
             "train_only", "needs start_from, the model with the values of all other entries"
         )
     if settings.device != "cpu":
-        raise contradiction(
+        raise wrong_value(
             "train_only",
             "keeps entries in the CPU's memory",
             "remove device, or train all entries",
         )
     if settings.clients_table.models:
-        raise contradiction(
+        raise wrong_value(
             "train_only",
             "freezes entries of one network, but clients.models names others",
             "remove one of them",
@@ -300,13 +300,13 @@ def _check_rounds(settings: Settings) -> None:
     if settings.named.topology.name != PEERS:
         return
     if tasks > 1 and rounds != tasks:
-        raise contradiction(
+        raise wrong_value(
             "rounds",
             f"= {rounds}: peer_to_peer has one exchange per task",
             f"set rounds = {tasks}, the value of stream.tasks",
         )
     if tasks == 1 and rounds > 1 and not settings.exchange_each_round:
-        raise contradiction(
+        raise wrong_value(
             "rounds",
             f"= {rounds}: peer_to_peer has a single exchange",
             "set rounds = 1, or query.again = 'mixed' to query again with new data",
@@ -319,25 +319,25 @@ def _check_stream(settings: Settings) -> None:
     if kind.name == NO_STREAM:
         return
     if settings.on_sites and kind.name != SITES:
-        raise contradiction(
+        raise wrong_value(
             "stream.kind",
             f"= {kind.label!r} divides data of this process, but sites define their own tasks",
             "set stream.kind = 'sites'",
         )
     if settings.on_sites and settings.stream.compose != "tasks_first":
-        raise contradiction(
+        raise wrong_value(
             "stream.compose",
             "determines how this process splits data, but sites have their own data",
             "remove it",
         )
     if kind.name == SITES and not settings.on_sites:
-        raise contradiction(
+        raise wrong_value(
             "stream.kind",
             "= 'sites' needs sites with their own data, flower.data = 'sites'",
             "set 'classes', 'domains' or 'drift'",
         )
     if kind.values.get("column") and settings.named.partition.values.get("column"):
-        raise contradiction(
+        raise wrong_value(
             "stream.column",
             "and partition.column cannot be combined",
             "remove one of them",
@@ -350,7 +350,7 @@ def _check_selection(settings: Settings) -> None:
     """
     stop = settings.stop
     if stop.min_delta > 0 and stop.patience == 0:
-        raise contradiction(
+        raise wrong_value(
             "stop.min_delta",
             f"= {stop.min_delta} only has an effect with stop.patience",
             "set stop.patience, or remove stop.min_delta",
@@ -359,7 +359,7 @@ def _check_selection(settings: Settings) -> None:
         key = "select_on"
         if stop.is_active:
             key = "stop"
-        raise contradiction(
+        raise wrong_value(
             key,
             "compares rounds, but rounds of different tasks are not comparable",
             f"remove {key} or [stream]",

@@ -14,16 +14,15 @@ from fedstill.config.named_tables import Named, schema_of_name
 from fedstill.config.overrides import overriding
 from fedstill.config.tables import SITES
 from fedstill.config.validation import (
-    NO_EFFECT,
     NOT_A_TABLE,
     Problem,
     WrongConfig,
     collected,
-    contradiction,
     keys_of,
     schema_of_record,
     unknown_name,
     validated,
+    wrong_value,
 )
 from fedstill.continual.task_test import TEST_STAGES, RoundTests, TaskTests
 from fedstill.core import registry
@@ -220,12 +219,12 @@ class PlanTable:
         plan = Plan(**{**as_table(default), **self.common, **self.stages.get(stage, {})})
         key = f"plan.{stage}"
         if plan.lr_warmup >= rounds:
-            raise contradiction(
+            raise wrong_value(
                 f"{key}.lr_warmup",
                 f"= {plan.lr_warmup} must be below the rounds of the run, {rounds}",
             )
         if plan.lr_schedule == "step" and plan.lr_decay == 1:
-            raise contradiction(
+            raise wrong_value(
                 f"{key}.lr_schedule",
                 "= 'step' needs lr_decay below 1: what each step multiplies the rate by",
             )
@@ -233,7 +232,7 @@ class PlanTable:
             return plan
         plan = replace(plan, lr_rounds=plan.lr_rounds or rounds)
         if plan.lr_rounds <= plan.lr_warmup:
-            raise contradiction(
+            raise wrong_value(
                 f"{key}.lr_rounds", f"= {plan.lr_rounds} must be above lr_warmup = {plan.lr_warmup}"
             )
         return plan
@@ -274,13 +273,12 @@ def _checked_values(values: Any, key: str) -> dict[str, Any]:
     WrongConfig.
     """
     if not isinstance(values, Mapping):
-        problem = Problem(
+        raise wrong_value(
+            key,
+            f"= {value_text(values)} must be a table",
+            f"write the keys of the stage below [{key}]",
             code=NOT_A_TABLE,
-            key=key,
-            reason=f"= {value_text(values)} must be a table",
-            hint=f"write the keys of the stage below [{key}]",
         )
-        raise WrongConfig([problem])
     all_values = validated(PLAN_SCHEMA, values, key)
     return {name: all_values[name] for name in values}
 
@@ -294,13 +292,9 @@ def _check_have_effect(plans: PlanTable, method: Method, experiment: Experiment)
         if has_effect or f"plan.{key}" not in overrides:
             continue
         keys = " and ".join(f"plan.{stage}.{key}" for stage in stages)
-        problem = Problem(
-            code=NO_EFFECT,
-            key=f"plan.{key}",
-            reason="has no effect, because every stage sets its own",
-            hint=f"set {keys}",
+        raise wrong_value(
+            f"plan.{key}", "has no effect, because every stage sets its own", f"set {keys}"
         )
-        raise WrongConfig([problem])
 
 
 def held_out_share(plans: Mapping[str, Plan]) -> float:

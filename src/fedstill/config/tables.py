@@ -17,7 +17,7 @@ from pydantic import Field
 
 from fedstill import manifest
 from fedstill.config.named_tables import NAMED
-from fedstill.config.validation import PackageTable, Table, contradiction
+from fedstill.config.validation import PackageTable, Table, wrong_value
 from fedstill.core.fields import (
     Count,
     CountOrZero,
@@ -105,20 +105,20 @@ class StreamTable(Table):
         """
         if not self.rounds:
             if rounds % self.tasks:
-                raise contradiction(
+                raise wrong_value(
                     "rounds",
                     f"= {rounds} is not a multiple of stream.tasks = {self.tasks}",
                     "set a multiple, or set the rounds of each task in stream.rounds",
                 )
             return tuple(range(1, rounds + 1, rounds // self.tasks))
         if len(self.rounds) != self.tasks:
-            raise contradiction(
+            raise wrong_value(
                 "stream.rounds",
                 f"has the rounds of {len(self.rounds)} tasks, but stream.tasks = {self.tasks}",
                 "make them equal",
             )
         if sum(self.rounds) != rounds:
-            raise contradiction(
+            raise wrong_value(
                 "stream.rounds",
                 f"has {sum(self.rounds)} rounds in total, but rounds = {rounds}",
                 "make them equal",

@@ -61,7 +61,6 @@ MISSING_KEY = "missing"
 NOT_A_TABLE = "not_a_table"
 NOT_A_NAME = "not_a_name"
 UNKNOWN_NAME = "unknown_name"
-NO_EFFECT = "no_effect"
 CONTRADICTION = "contradiction"
 
 
@@ -94,20 +93,17 @@ class WrongConfig(ConfigError):
         super().__init__("; ".join(map(sentence, problems)))
 
 
-def contradiction(key: str, reason: str, hint: str = "") -> WrongConfig:
-    """The error for a value that other values rule out.
+def wrong_value(key: str, reason: str, hint: str = "", *, code: str = CONTRADICTION) -> WrongConfig:
+    """The error for a value, by default for one that other values rule out.
 
     ``reason``: the part of the message that follows the key; ``hint``: the advice at its end.
     """
-    return WrongConfig([Problem(code=CONTRADICTION, key=key, reason=reason, hint=hint)])
+    return WrongConfig([Problem(code=code, key=key, reason=reason, hint=hint)])
 
 
 def unknown_name(key: str, kind: str, name: object, hint: str) -> WrongConfig:
     """The error about a key with a name that does not exist, such as that of a metric."""
-    problem = Problem(
-        code=UNKNOWN_NAME, key=key, reason=f"unknown {kind} {value_text(name)}", hint=hint
-    )
-    return WrongConfig([problem])
+    return wrong_value(key, f"unknown {kind} {value_text(name)}", hint, code=UNKNOWN_NAME)
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedstill.config.settings import Settings
-from fedstill.config.validation import PackageTable, contradiction
+from fedstill.config.validation import PackageTable, wrong_value
 from fedstill.core.capabilities import Permit
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.extensions import ClientHook
@@ -114,19 +114,19 @@ class Privacy(PackageTable):
     @model_validator(mode="after")
     def _check_contradictions(self) -> Self:
         if self.noise > 0 and not self.clip > 0:
-            raise contradiction(
+            raise wrong_value(
                 "privacy.noise",
                 f"= {self.noise} needs privacy.clip, which is its unit",
             )
         if self.gradient_noise is not None and not self.trains:
-            raise contradiction(
+            raise wrong_value(
                 "privacy.gradient_noise", "needs privacy.gradient_clip, which is its unit"
             )
         for key in ("secure_range", "secure_bits", "secure_threshold"):
             if getattr(self, key) is not None and not self.secure_sum:
-                raise contradiction(f"privacy.{key}", "needs privacy.secure_sum = true")
+                raise wrong_value(f"privacy.{key}", "needs privacy.secure_sum = true")
         if self.trains and self.protects_logits:
-            raise contradiction(
+            raise wrong_value(
                 "privacy.clip",
                 "is for methods that send logits, and gradient_clip for methods that send models: "
                 "set one of them",
@@ -141,7 +141,7 @@ class Privacy(PackageTable):
             key = "gradient_noise"
             noise = self.sigma
         if self.epsilon is not None and noise == 0:
-            raise contradiction(
+            raise wrong_value(
                 "privacy.epsilon",
                 f"= {self.epsilon} needs privacy.{key}: without noise, epsilon is unbounded",
             )
@@ -308,7 +308,7 @@ def check_config(settings: Settings) -> None:
     """
     privacy = settings.table(Privacy)
     if privacy.secure_sum and settings.sites_have_tasks:
-        raise contradiction(
+        raise wrong_value(
             "privacy.secure_sum",
             "hides what each site reports, but stream.kind = 'sites' is evaluated by reports of "
             "sites; leave out one of them",

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedstill.config.settings import PEERS, Settings
 from fedstill.config.tables import NO_STREAM
-from fedstill.config.validation import CommandLineText, PackageTable, contradiction
+from fedstill.config.validation import CommandLineText, PackageTable, wrong_value
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import Count, CountOrZero, PositiveShare, Seed
@@ -377,19 +377,19 @@ class QueryTable(PackageTable):
         for key in ("classes", "needs"):
             for client in getattr(self, key) or ():
                 if not client.isdecimal():
-                    raise contradiction(
+                    raise wrong_value(
                         f"query.{key}.{client}",
                         f"is not a client number: write, for example, [query.{key}] 3 = [7, 9]",
                     )
         if self.classes and self.draw != "none":
-            raise contradiction(
+            raise wrong_value(
                 "query.draw", "and [query.classes] both choose the classes; leave one of them out"
             )
         if self.by is not None:
             self._check_triggers(self.by)
         self._check_unread()
         if self.again and not self.asks:
-            raise contradiction(
+            raise wrong_value(
                 "query.again", "needs queries; set query.draw, or add [query.classes]"
             )
         return self
@@ -397,22 +397,22 @@ class QueryTable(PackageTable):
     def _check_triggers(self, by: tuple[Trigger, ...]) -> None:
         """Raise WrongConfig for triggers without what they need."""
         if self.draw == "none":
-            raise contradiction(
+            raise wrong_value(
                 "query.by",
                 "needs query.draw, the number of classes in a query: 'single', 'multi' or 'all'",
             )
         if not by or len(set(by)) < len(by):
-            raise contradiction(
+            raise wrong_value(
                 "query.by",
                 f"= {list(by)} must contain at least one of 'lack', 'accuracy' and 'need', each at "
                 "most once",
             )
         if "accuracy" in by and self.accuracy_under is None:
-            raise contradiction(
+            raise wrong_value(
                 "query.by", "contains 'accuracy', which needs query.accuracy_under, e.g. 0.6"
             )
         if "need" in by and not self.needs:
-            raise contradiction(
+            raise wrong_value(
                 "query.by",
                 "contains 'need': list the classes that clients will need, e.g. [query.needs] "
                 "3 = [7, 9]",
@@ -422,19 +422,19 @@ class QueryTable(PackageTable):
         """Raise WrongConfig for keys without effect."""
         by = self.by or ()
         if self.accuracy_under is not None and "accuracy" not in by:
-            raise contradiction(
+            raise wrong_value(
                 "query.accuracy_under",
                 "has no effect unless query.by contains 'accuracy'; add it there, or leave this "
                 "out",
             )
         if self.needs and "need" not in by:
-            raise contradiction(
+            raise wrong_value(
                 "query.needs",
                 "has no effect unless query.by contains 'need'; add it there, or leave out "
                 "[query.needs]",
             )
         if self.data_at_first is not None and not self.again:
-            raise contradiction(
+            raise wrong_value(
                 "query.data_at_first",
                 "has no effect unless clients query in every round; set query.again, or leave this "
                 "out",

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedstill.config.settings import Settings
-from fedstill.config.validation import PackageTable, contradiction, schema_of_record, validated
+from fedstill.config.validation import PackageTable, schema_of_record, validated, wrong_value
 from fedstill.core.errors import UnknownName
 from fedstill.core.fields import Count, CountOrZero
 from fedstill.core.records import Plan
@@ -228,7 +228,7 @@ class UnlearningTable(PackageTable):
         would add no noise, and the other strategies would forget nothing.
         """
         if self.request and not self.rule.is_exact:
-            raise contradiction(
+            raise wrong_value(
                 f"{TABLE}.strategy",
                 f"= {self.strategy!r} continues from another run",
                 "use fedstill unlearn, or strategy = 'retraining'",
@@ -254,7 +254,7 @@ class UnlearningTable(PackageTable):
             return split
         changed = self.rule.changed_split(split, labels.numpy(), self.request)
         if not len(changed.positions):
-            raise contradiction(TABLE, "names all training examples, and one must remain")
+            raise wrong_value(TABLE, "names all training examples, and one must remain")
         return changed
 
 
@@ -266,14 +266,14 @@ def check_config(settings: Settings) -> None:
         return
     unknown = [client for client in request.clients if client >= settings.clients]
     if unknown:
-        raise contradiction(
+        raise wrong_value(
             f"{TABLE}.clients", f"names {unknown[0]}; clients are 0 to {settings.clients - 1}"
         )
     if len(set(request.clients)) == settings.clients:
-        raise contradiction(f"{TABLE}.clients", "names all clients, and one must remain")
+        raise wrong_value(f"{TABLE}.clients", "names all clients, and one must remain")
     names_examples = request.classes or request.examples
     if names_examples and settings.on_sites:
-        raise contradiction(
+        raise wrong_value(
             TABLE,
             "names examples, and sites keep theirs: they remove them themselves",
             "name clients only",
