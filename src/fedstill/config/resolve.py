@@ -176,12 +176,19 @@ class Parts:
         )
         check_precision(top.precision, top.device)
         measures(top.measure)
-        return with_table_defaults(top, self.packages, self.experiment)
+        return _with_table_defaults(top, self.packages, self.experiment)
 
     @cached_property
     def packages(self) -> dict[str, PackageTable]:
-        """The tables of outer packages, by name."""
-        return read_package_tables(self.experiment)
+        """The tables of outer packages, by name. Raises WrongConfig with all of their problems."""
+        problems: list[Problem] = []
+        tables = {}
+        for name, schema in package_tables().items():
+            with collected(problems):
+                tables[name] = schema.read(self.experiment.table(name), name)
+        if problems:
+            raise WrongConfig(problems)
+        return tables
 
     @cached_property
     def data(self) -> DataTable:
@@ -208,13 +215,38 @@ class Parts:
 
     @cached_property
     def clients(self) -> int:
-        """The number of clients."""
-        return _client_count(self.experiment)
+        """The number of clients, which ``[topology]`` or ``[partition]`` can set. Raises
+        WrongConfig if they differ.
+        """
+        schema = schema_of("clients", {"clients": (Count, DEFAULT_CLIENTS)})
+        counts: dict[str, int] = {}
+        for name in ("topology", "partition"):
+            table = self.experiment.table(name)
+            if "clients" in table:
+                counts[name] = validated(schema, {"clients": table["clients"]}, name)["clients"]
+        if len(set(counts.values())) > 1:
+            raise wrong_value(
+                "topology.clients",
+                f"= {counts['topology']} and partition.clients = {counts['partition']} differ",
+                "leave one of them out",
+            )
+        return next(iter(counts.values()), DEFAULT_CLIENTS)
 
     @cached_property
     def flower(self) -> FlowerTable:
-        """``[flower]``, with an absolute path."""
-        return _flower_table(self.experiment)
+        """``[flower]``, with an absolute path. Raises WrongConfig for sites without a
+        federation.
+        """
+        flower = FlowerTable.read(self.experiment.table("flower"), "flower")
+        if flower.federation:
+            folder = absolute_path(flower.federation, self.base, "flower.federation")
+            return flower.changed(federation=str(folder))
+        if flower.data == "sites":
+            raise wrong_value(
+                "flower.data",
+                "= 'sites' needs flower.federation, the folder that `fedstill deploy init` made",
+            )
+        return flower
 
     @cached_property
     def clients_table(self) -> ClientsTable:
@@ -362,19 +394,7 @@ def _accepts(experiment: Experiment, key: str) -> bool:
 # The parts that need more than the check of one table.
 
 
-def read_package_tables(experiment: Experiment) -> dict[str, PackageTable]:
-    """The tables of outer packages, by name. Raises WrongConfig with all of their problems."""
-    problems: list[Problem] = []
-    tables = {}
-    for name, schema in package_tables().items():
-        with collected(problems):
-            tables[name] = schema.read(experiment.table(name), name)
-    if problems:
-        raise WrongConfig(problems)
-    return tables
-
-
-def with_table_defaults(
+def _with_table_defaults(
     top: TopKeys, tables: Mapping[str, PackageTable], experiment: Experiment
 ) -> TopKeys:
     """The keys outside all tables. Those that the config does not set have the defaults that the
@@ -456,39 +476,6 @@ def _dates_as_texts(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_dates_as_texts, value))
     return value
-
-
-def _client_count(experiment: Experiment) -> int:
-    """The number of clients, which ``[topology]`` or ``[partition]`` can set. Raises WrongConfig if
-    they differ.
-    """
-    schema = schema_of("clients", {"clients": (Count, DEFAULT_CLIENTS)})
-    counts: dict[str, int] = {}
-    for name in ("topology", "partition"):
-        table = experiment.table(name)
-        if "clients" in table:
-            counts[name] = validated(schema, {"clients": table["clients"]}, name)["clients"]
-    if len(set(counts.values())) > 1:
-        raise wrong_value(
-            "topology.clients",
-            f"= {counts['topology']} and partition.clients = {counts['partition']} differ",
-            "leave one of them out",
-        )
-    return next(iter(counts.values()), DEFAULT_CLIENTS)
-
-
-def _flower_table(experiment: Experiment) -> FlowerTable:
-    """``[flower]``, with an absolute path. Raises WrongConfig for sites without a federation."""
-    flower = FlowerTable.read(experiment.table("flower"), "flower")
-    if flower.federation:
-        folder = absolute_path(flower.federation, experiment.base, "flower.federation")
-        return flower.changed(federation=str(folder))
-    if flower.data == "sites":
-        raise wrong_value(
-            "flower.data",
-            "= 'sites' needs flower.federation, the folder that `fedstill deploy init` made",
-        )
-    return flower
 
 
 def _threads(value: Any) -> tuple[int, int]:

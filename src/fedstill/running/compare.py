@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 from fedstill.config.experiment import Experiment, check_is_experiment
 from fedstill.config.named_tables import read_named, schema_of_name
 from fedstill.config.overrides import Origin, check_set_once, overriding_fields
-from fedstill.config.resolve import Parts, read_package_tables, read_stream, resolve
+from fedstill.config.resolve import Parts, read_stream, resolve
 from fedstill.config.settings import PEERS, Settings
 from fedstill.config.validation import keys_of
 from fedstill.core import registry
@@ -149,7 +149,7 @@ def _fixed_rounds(experiment: Experiment, topology: str) -> int | None:
     """
     if topology != PEERS or not isinstance(experiment.rounds, int):
         return None
-    tables = read_package_tables(experiment).values()
+    tables = Parts(experiment).packages.values()
     if any(table.exchange_each_round for table in tables):
         return None
     _, stream = read_stream(experiment, experiment.rounds)
