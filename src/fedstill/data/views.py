@@ -256,6 +256,8 @@ class SiteViews:
         held-out examples. With a round, only examples that have arrived.
         """
         part = self.positions(client)
+        if share == 0 and (round is None or self.arrival is None):
+            return Division(part, part[:0])
         indices = self.divided_indices(client, len(part), share)
         train = indices.train
         held_out = indices.held_out
@@ -336,18 +338,13 @@ class SiteViews:
 
     def _positions_in(self, client: int, round: int | None) -> Tensor:
         """The positions of a client's examples in a round, or of all its examples."""
+        if round is None or self.tasks is None:
+            return self.division(client, share=0, round=round).train
         part = self.positions(client)
-        if round is None:
-            return part
-        if self.tasks is not None:
-            tasks = self.tasks.tasks_in(client, round)
-            # The empty piece is for clients that have no task yet.
-            indices = [part[:0], *(self.tasks.of_task(part, task) for task in tasks)]
-            return part[torch.cat(indices)]
-        if self.arrival is not None:
-            ranks = self.arrival.ranks(client, self.train.labels[part])
-            return part[self.arrival.arrived(ranks, torch.arange(len(part)), round)]
-        return part
+        tasks = self.tasks.tasks_in(client, round)
+        # The empty piece is for clients that have no task yet.
+        indices = [part[:0], *(self.tasks.of_task(part, task) for task in tasks)]
+        return part[torch.cat(indices)]
 
     def _examples(self, client: int, share: float, round: int) -> Division[Examples]:
         """The training and held-out examples of a client in a round."""

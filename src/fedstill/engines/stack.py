@@ -414,6 +414,8 @@ def _padded_to_widest(positions: Sequence[Tensor], steps: int) -> Tensor:
     """The batches of all clients (steps, K, largest batch); smaller batches are padded with their
     first position.
     """
+    if all(batches.shape == (steps, positions[0].shape[1]) for batches in positions):
+        return torch.stack(list(positions), dim=1)
     width = max(batches.shape[1] for batches in positions)
     index = torch.zeros(steps, len(positions), width, dtype=torch.int64)
     for k, batches in enumerate(positions):
