@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 from fedstill.benchmark import recipes
@@ -19,13 +20,32 @@ from fedstill.benchmark.commands import recipe_changes
 from fedstill.cli import call
 from fedstill.config.settings import Settings
 from fedstill.core.errors import UnknownName
+from fedstill.core.records import Examples
+from fedstill.data.sources.catalog import KNOWN
 from fedstill.running import directory
+from fedstill.running.splitting import draw_split
 
 RESULTS = Path(__file__).parents[2] / "results"
 
 
+_drawn: set[str] = set()
+
+
+def check_split(settings: Settings) -> None:
+    """Draw the split on as many examples as the data set has, with equally many of each class."""
+    data = KNOWN[settings.data.name]
+    size = data.sizes.get("train", data.total or 0) - settings.data.public
+    key = repr((data.name, size, settings.named.partition, settings.clients))
+    if key in _drawn:
+        return
+    _drawn.add(key)
+    labels = torch.arange(size) % len(data.classes)
+    split = draw_split(settings, Examples(torch.zeros(size, 1), labels))
+    assert len(split) == settings.clients
+
+
 @pytest.mark.parametrize("name", recipes.recipe_names())
-def test_every_cell_resolves(name: str, tmp_path: Path) -> None:
+def test_every_cell_resolves_and_its_split_can_be_drawn(name: str, tmp_path: Path) -> None:
     recipe = recipes.load_recipe(name)
     assert set(recipe.published) <= set(recipe.cells())
     variants = recipe.variants(recipe.cells(), [1], {}, tmp_path)
@@ -34,6 +54,7 @@ def test_every_cell_resolves(name: str, tmp_path: Path) -> None:
         assert variant.settings.rounds == asked["rounds"]
         # Another engine would change the last bits of the numbers in docs/results.
         assert variant.settings.engine == "pooled"
+        check_split(variant.settings)
 
 
 def test_a_cell_may_print_several_measures(
