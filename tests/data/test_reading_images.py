@@ -339,6 +339,11 @@ def test_broken_images_of_all_splits_are_listed_at_once(place: Path) -> None:
     assert "test/dog/02.png and 1 more" in message("mine")
 
 
+def test_images_that_are_all_broken_have_names_within_their_folder(place: Path) -> None:
+    folder(place / "mine", [BAD, BAD])
+    assert "4 images are broken: cat/00.png, cat/01.png, dog/00.png" in message(str(place / "mine"))
+
+
 def test_a_single_broken_image_is_named_by_its_path(place: Path) -> None:
     folder(place / "mine", [GOOD, GOOD])
     (place / "mine/dog/01.png").write_bytes(BAD)

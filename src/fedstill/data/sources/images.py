@@ -685,6 +685,16 @@ NAMED_IMAGES = 10
 
 def broken_names(source: str, broken: Sequence[BrokenImage]) -> str:
     """The names of broken images for a message, without that of their source."""
-    separators = f",: {os.sep}"
-    names = [image.name.removeprefix(source).lstrip(separators) for image in broken]
-    return shortened_list(names, NAMED_IMAGES)
+    return shortened_list([_name_within(source, image.name) for image in broken], NAMED_IMAGES)
+
+
+def _name_within(source: str, name: str) -> str:
+    """The name of an image without that of its source, which may be a split of it.
+
+    >>> _name_within("photos, train", "photos/cat/1.png")
+    'cat/1.png'
+    """
+    for place in (source, source.rpartition(", ")[0]):
+        if place and name.startswith(place):
+            return name.removeprefix(place).lstrip(f",: {os.sep}")
+    return name
