@@ -1,4 +1,4 @@
-"""The schema of a table: the type and the role of each column, and the reason for its role."""
+"""The schema of a table: the types of its columns, and the columns of inputs, labels and owners."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -157,9 +158,8 @@ def label_column(source: str, schema: pa.Schema, request: ReadRequest) -> str:
     Raises DataError if there is no such column.
     """
     declared = [name for name in schema.names if class_names(schema, name) is not None]
-    common = [name for name in ("label", "fine_label") if name in schema.names]
-    last_resort = [name for name in ("labels",) if name in schema.names]
-    label = nfc(request.label) or next(iter([*common, *declared, *last_resort]), None)
+    likely = ["label", "fine_label", *declared, "labels"]
+    label = nfc(request.label) or next((name for name in likely if name in schema.names), None)
     if label is None or label not in schema.names:
         raise DataError(no_column(source, "label", label, schema.names))
     return label
@@ -250,7 +250,7 @@ def _first_stray(path: str, column: pa.ChunkedArray) -> Stray | None:
     return Stray(f"{path}: example {row}", column[row].as_py()[:60])
 
 
-# The schema: the role of each column.
+# The schema: the columns that are read, and the kind of examples.
 
 
 SUGGESTED_CATEGORIES = 20
@@ -258,21 +258,8 @@ SUGGESTED_CATEGORIES = 20
 
 
 @dataclass(frozen=True)
-class ColumnRole:
-    """The type of a column, its role, and the reason for the role."""
-
-    name: str
-    type: str
-    role: Literal["input", "label", "owner", "split", "left out"]
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.name or 'a column without a name'}: {self.type}, {self.role} ({self.reason})"
-
-
-@dataclass(frozen=True)
 class TableSchema:
-    """The roles of the columns of a table. ``str(schema)`` explains every column."""
+    """The columns of a table that are read, and their meaning."""
 
     options: ReadingOptions
     """The options with the resolved kind and the resolved input columns."""
@@ -280,8 +267,8 @@ class TableSchema:
     """The column of labels."""
     classes: tuple[str, ...] | None
     """The class names that the file declares."""
-    roles: tuple[ColumnRole, ...]
-    """The roles of all columns."""
+    left_out: str = ""
+    """A warning about the columns that are not read; empty if the user chose the columns."""
     has_checksums: bool = False
     """Whether the data are compared with known checksums."""
     chosen: bool = False
@@ -299,18 +286,6 @@ class TableSchema:
         """All columns to read."""
         extra_columns = [self.label, self.options.owner, self.options.split_column]
         return list(dict.fromkeys([*self.inputs, *filter(None, extra_columns)]))
-
-    @property
-    def left_out(self) -> str:
-        """A warning with the columns that are not read; empty if the user chose the columns."""
-        columns = [role for role in self.roles if role.role == "left out"]
-        if not columns or self.chosen:
-            return ""
-        names = [f"{role.name or 'a column without a name'} ({role.reason})" for role in columns]
-        return f"left out: {shortened_list(names)}"
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.roles))
 
 
 def table_schema(
@@ -334,12 +309,14 @@ def table_schema(
     _check_strays(schema, options, options.columns or list(candidates.types))
     resolved = candidates.resolved(options, categories)
     chosen = bool(options.columns or options.input)
-    index = index_columns(schema)
+    left_out = ""
+    if not chosen:
+        left_out = _left_out_warning(schema, resolved, label)
     return TableSchema(
         options=resolved,
         label=label,
         classes=class_names(schema, label),
-        roles=tuple(_role(field, resolved, label, index, chosen=chosen) for field in schema),
+        left_out=left_out,
         has_checksums=request.has_checksums,
         chosen=chosen,
     )
@@ -459,19 +436,17 @@ class _CandidateColumns:
                 )
             return self._with_columns(options)
 
-        by_kind = self._by_kind()
         if options.input:
-            return replace(options, kind=self._kind_of_input(options, by_kind))
+            return replace(options, kind=self._kind_of_input(options))
         if options.kind != "auto":
-            column = self._only_column(options.kind, by_kind[options.kind])
-            return replace(options, input=column)
+            return replace(options, input=self._only_column(options.kind))
 
-        numbers = self._of_numbers()
-        texts = by_kind["text"]
-        lists = by_kind["vector"] + by_kind["series"]
+        numbers = self._by_kind["table"]
+        texts = self._by_kind["text"]
+        lists = self._by_kind["vector"] + self._by_kind["series"]
         if len(lists) == 1:
             kind: Kind = "series"
-            if by_kind["vector"]:
+            if self._by_kind["vector"]:
                 kind = "vector"
             return replace(options, kind=kind, input=lists[0])
         if len(texts) == 1 and not numbers and not lists:
@@ -480,9 +455,10 @@ class _CandidateColumns:
             return self._with_columns(options)
         raise DataError(self._unclear(texts, numbers, categories))
 
+    @cached_property
     def _by_kind(self) -> dict[Kind, list[str]]:
-        """The possible columns of vectors, series and texts."""
-        by_kind: dict[Kind, list[str]] = {"vector": [], "series": [], "text": []}
+        """The possible columns of each kind of examples."""
+        by_kind: dict[Kind, list[str]] = {"table": [], "vector": [], "series": [], "text": []}
         for name, arrow_type in self.types.items():
             depth = list_depth(arrow_type)
             if depth == 1:
@@ -491,16 +467,13 @@ class _CandidateColumns:
                 by_kind["series"].append(name)
             elif holds_text(arrow_type):
                 by_kind["text"].append(name)
+            elif holds_numbers(arrow_type):
+                by_kind["table"].append(name)
         return by_kind
 
-    def _of_numbers(self) -> list[str]:
-        return [name for name, arrow_type in self.types.items() if holds_numbers(arrow_type)]
-
-    def _kind_of_input(
-        self, options: ReadingOptions, by_kind: Mapping[Kind, Sequence[str]]
-    ) -> Kind:
-        for kind, names in by_kind.items():
-            if options.input in names and options.kind in ("auto", kind):
+    def _kind_of_input(self, options: ReadingOptions) -> Kind:
+        for kind, names in self._by_kind.items():
+            if kind != "table" and options.input in names and options.kind in ("auto", kind):
                 return kind
         raise DataError(
             f"{self.source}: column {options.input!r} contains "
@@ -508,7 +481,8 @@ class _CandidateColumns:
             "data.input_column"
         )
 
-    def _only_column(self, kind: str, names: Sequence[str]) -> str:
+    def _only_column(self, kind: Kind) -> str:
+        names = self._by_kind[kind]
         if len(names) == 1:
             return names[0]
         problem = f"none among {', '.join(self.types) or 'none'}"
@@ -526,7 +500,7 @@ class _CandidateColumns:
         config names may be empty, as in a CSV file of a site: its numbers are missing.
         """
         categorical = dict(options.categorical)
-        numbers = self._of_numbers()
+        numbers = self._by_kind["table"]
         columns = options.columns or tuple(
             name for name in self.types if name in categorical or name in numbers
         )
@@ -589,28 +563,24 @@ def _toml_key(name: str) -> str:
     return _toml(name)
 
 
-def _role(
-    field: pa.Field, options: ReadingOptions, label: str, index: Collection[str], *, chosen: bool
-) -> ColumnRole:
-    """The role of a column. A column that is both input and owner has the role of an input."""
-    name = field.name
-    type_text = type_name(field.type)
-    if name == label:
-        return ColumnRole(name, type_text, "label", "the column of labels")
-    if name == options.input or name in options.columns:
-        reason = f"all columns of {type_text} are"
-        if chosen:
-            reason = "chosen"
-        if name in dict(options.categorical):
-            reason = "a category"
-        return ColumnRole(name, type_text, "input", reason)
-    if name == options.owner:
-        return ColumnRole(name, type_text, "owner", "the owner of an example")
-    if name == options.split_column:
-        return ColumnRole(name, type_text, "split", "the split of an example")
-    if name in index and holds_numbers(field.type):
-        return ColumnRole(name, type_text, "left out", "the index of a pandas table")
-    return ColumnRole(name, type_text, "left out", type_text)
+def _left_out_warning(schema: pa.Schema, options: ReadingOptions, label: str) -> str:
+    """A warning about the columns of a file that are not read, or "".
+
+    options: with the resolved input columns. The unnamed index of a CSV file is not mentioned.
+    """
+    names_read = {"", label, options.input, *options.columns, options.owner, options.split_column}
+    index = index_columns(schema)
+    left_out = []
+    for field in schema:
+        if field.name in names_read:
+            continue
+        reason = type_name(field.type)
+        if field.name in index and holds_numbers(field.type):
+            reason = "the index of a pandas table"
+        left_out.append(f"{field.name} ({reason})")
+    if not left_out:
+        return ""
+    return f"left out: {shortened_list(left_out)}"
 
 
 def check_same_types(
