@@ -27,7 +27,13 @@ from fedstill.core.errors import ConfigError, DataError
 from fedstill.data.dataset import ReadRequest
 from fedstill.data.sources import files, load_dataset
 from fedstill.data.sources import images as pictures
-from fedstill.data.sources.files import check_size, file_errors, memory_bytes, most_bytes
+from fedstill.data.sources.files import (
+    check_ratio,
+    check_size,
+    file_errors,
+    memory_bytes,
+    most_bytes,
+)
 from fedstill.data.sources.image_sets import read_unlabelled
 from fedstill.data.sources.images import FORMATS, Pictures
 
@@ -82,9 +88,10 @@ def test_the_memory_that_there_is_is_known() -> None:
 
 def test_ten_gigabytes_pass_on_a_machine_of_64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "memory_bytes", lambda: 64 << 30)
-    check_size("x", 10 << 30, 5 << 30)
+    check_size("x", 10 << 30)
+    check_ratio("x", 10 << 30, 5 << 30)
     with pytest.raises(DataError, match="200 times"):
-        check_size("x", 10 << 30, 5 << 20)
+        check_ratio("x", 10 << 30, 5 << 20)
 
 
 def test_a_machine_that_does_not_say_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from fedstill.data.dataset import FILE, Dataset, ReadRequest, examples_digest
 from fedstill.data.sources import images as image_decoding
 from fedstill.data.sources import load_dataset
 from fedstill.data.sources.image_sets import read_image_folder, read_unlabelled
-from fedstill.data.sources.images import Pictures, read_rows
+from fedstill.data.sources.images import Pictures, decode_images
 from fedstill.data.sources.load import read_hub
 
 ORIENTATION = 0x0112
@@ -84,7 +84,7 @@ def every_example(data: Dataset) -> np.ndarray:
 def one(data: bytes) -> np.ndarray:
     """A single image as it is read."""
     rows = [({"bytes": data, "path": None}, 0)]
-    return read_rows(Pictures("x"), rows).images[0]
+    return decode_images(Pictures("x"), rows).images[0]
 
 
 def message(name: str, **fields: Any) -> str:
@@ -448,10 +448,10 @@ def test_a_file_of_the_hub_that_cannot_be_fetched_breaks_no_image(
     rows = [({"bytes": None, "path": "memory://mine/a.png"}, 0)]
     hub = Pictures("x", ReadRequest(broken="skip"), within="owner/name")
     with pytest.raises(DataError, match="example 0 cannot be read"):
-        read_rows(hub, rows)
+        decode_images(hub, rows)
     with fsspec.open("memory://mine/a.png", "wb") as file:
         file.write(GOOD)
-    assert read_rows(hub, rows).images.shape == (1, 1, 8, 8)
+    assert decode_images(hub, rows).images.shape == (1, 1, 8, 8)
 
 
 def test_an_image_without_any_good_one_beside_it_is_refused(place: Path) -> None:
@@ -611,7 +611,7 @@ def test_neither_arrays_nor_errors_depend_on_the_threads(
     monkeypatch.setattr(image_decoding, "TASK_ROWS", 7)
     for count in (0, 200):
         rows = [({"bytes": image, "path": None}, number) for number, image in enumerate(images)]
-        read = read_rows(Pictures("x", rows=count), rows)
+        read = decode_images(Pictures("x", rows=count), rows)
         assert np.array_equal(read.images, pixels)
         assert read.labels == list(range(200))
 

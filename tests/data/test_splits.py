@@ -10,7 +10,12 @@ from PIL import Image
 from fedstill.core.errors import DataError
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import load_dataset
-from fedstill.data.sources.files import client_name, split_images, split_named, split_tables
+from fedstill.data.sources.files import (
+    client_name,
+    image_files_by_split,
+    split_of_name,
+    table_files_by_split,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +140,7 @@ def test_a_class_may_be_named_as_a_split_is() -> None:
 
 
 def test_the_split_of_a_folder_is_its_whole_name() -> None:
-    assert [split_named(name) for name in ("Valid", " test ", "test 2", "")] == [
+    assert [split_of_name(name) for name in ("Valid", " test ", "test 2", "")] == [
         "validation",
         "test",
         "",
@@ -146,12 +151,12 @@ def test_the_split_of_a_folder_is_its_whole_name() -> None:
 def test_files_keep_their_order() -> None:
     place = Path("d")
     tables = [place / name for name in ("a_test.csv", "a_train.csv", "b_train.csv")]
-    assert list(split_tables(place, tables).files.items()) == [
+    assert list(table_files_by_split(place, tables).parts.items()) == [
         ("train", tuple(tables[1:])),
         ("test", (tables[0],)),
     ]
     pictures = [place / "b" / "2.png", place / "a" / "1.png"]
-    assert split_images(place, pictures).files == {"train": tuple(pictures)}
+    assert image_files_by_split(place, pictures).parts == {"train": tuple(pictures)}
 
 
 @pytest.mark.parametrize(

@@ -319,6 +319,10 @@ class Decoded:
     """
     about: DatasetInfo = IMAGE_INFO
 
+    def with_warnings(self, *warnings: str) -> Decoded:
+        """The data with further warnings, without empty ones."""
+        return replace(self, about=self.about.with_warnings(*warnings))
+
 
 # Tensors.
 

@@ -275,7 +275,7 @@ def table_rows(
     Raises DataError for a value that is neither a number nor a category of its column.
     """
     categories = dict(about.categories)
-    positions = first_features(about)
+    positions = first_position_of_column(about)
     width = sum(_width(name, categories) for name in about.columns)
     count = len(table[about.columns[0]])
     rows = np.empty((count, width), dtype=np.float32)
@@ -288,7 +288,7 @@ def table_rows(
     return rows
 
 
-def first_features(about: DatasetInfo) -> dict[str, int]:
+def first_position_of_column(about: DatasetInfo) -> dict[str, int]:
     """The position of each column's first input."""
     categories = dict(about.categories)
     positions = {}
@@ -307,7 +307,7 @@ def column_of_feature(about: DatasetInfo, feature: int) -> str:
     ('age', 'sex')
     """
     column = ""
-    for name, first in first_features(about).items():
+    for name, first in first_position_of_column(about).items():
         if first <= feature:
             column = name
     return column
@@ -322,7 +322,7 @@ def _width(column: str, categories: Mapping[str, Sequence[str]]) -> int:
 
 def with_marks(rows: Floats, about: DatasetInfo, marked: Collection[str]) -> Floats:
     """Append a mark to rows for each marked column: 1 if the value is missing, else 0."""
-    positions = first_features(about)
+    positions = first_position_of_column(about)
     marks = np.isnan(rows[:, [positions[name] for name in marked]])
     return np.concatenate([rows, marks.astype(np.float32)], axis=1)
 

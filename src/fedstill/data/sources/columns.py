@@ -7,9 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -34,7 +33,7 @@ from fedstill.data.encoding import (
     category_name,
     column_of_feature,
     distinct_values,
-    first_features,
+    first_position_of_column,
     float_values,
     lost_precision,
     names_in_order,
@@ -45,7 +44,7 @@ from fedstill.data.encoding import (
     token_ids,
     with_marks,
 )
-from fedstill.data.sources.files import SPLITS, client_name, split_named
+from fedstill.data.sources.files import SPLITS, BySplit, split_of_name
 from fedstill.data.sources.schema import (
     NUMBER,
     TableSchema,
@@ -56,19 +55,16 @@ from fedstill.data.sources.schema import (
 from fedstill.data.sources.tables import (
     MISSING_TEXTS,
     CsvFrame,
-    FileFrame,
     Frame,
-    single_file,
+    name_of_files,
 )
 from fedstill.data.sources.verification import RawSplit, checked_label, decoded_with_class_ids
 
 Tables = Mapping[str, pa.Table]
 """The columns to read, by split."""
 
-FrameType = TypeVar("FrameType", bound=FileFrame)
 
-
-def read_frames(source: str, frames: Mapping[str, Frame], schema: TableSchema) -> Decoded:
+def encode_frames(source: str, frames: Mapping[str, Frame], schema: TableSchema) -> Decoded:
     """Encode all rows of ``frames``, which has a frame for each split.
 
     Numbers are float32. A number is NaN if ``missing = "mean"`` fills it in later. Labels that are
@@ -76,50 +72,37 @@ def read_frames(source: str, frames: Mapping[str, Frame], schema: TableSchema) -
     permit it), an infinite value, and lists of different lengths.
     """
     options = schema.options
-    split_tables = _split_tables(source, frames, schema)
-    tables = split_tables.tables
-    frames_of_messages = _frames_of_messages(frames, options)
-    owners = NO_OWNERS
+    splits = _read_splits(source, frames, schema)
+    tables = splits.parts
+    if options.split_column:
+        # Row numbers of a split and of the frame differ, so messages cannot look up texts.
+        frames = {}
+    owners = Owners()
     if options.owner:
-        owners = owners_of(source, tables, options.owner, frames_of_messages)
-    examples = ENCODERS[options.kind](source, tables, options)
-    info = replace(examples.info, owners=owners.names)
+        owners = owners_of(source, tables, options.owner, frames)
+    encoded = ENCODERS[options.kind](source, tables, options)
+    info = replace(encoded.info, owners=owners.names)
 
     raw_splits = {}
     for split, table in tables.items():
         rows = _Rows(
             source=f"{source}, {split}",
             split=split,
-            values=examples.values[split],
+            schema=schema,
+            info=info,
+            values=encoded.values[split],
             table=table,
             owners=owners.codes.get(split),
-            frame=frames_of_messages.get(split),
+            frame=frames.get(split),
         )
-        complete = rows.complete(schema, info)
-        info = info.with_notes(*complete.notes)
-        raw_splits[split] = rows.examples(schema.label, complete.mask)
+        raw_splits[split] = rows.complete()
     _check_label_types(source, raw_splits)
 
     first_table = next(iter(tables.values()))
     warnings = _column_warnings(schema, first_table, raw_splits)
-    return replace(
-        decoded_with_class_ids(raw_splits, schema.classes),
-        source_digests=_source_digests(tables, schema),
-        about=info.with_warnings(split_tables.warning, *warnings),
-    )
-
-
-def _frames_of_messages(
-    frames: Mapping[str, Frame], options: ReadingOptions
-) -> Mapping[str, Frame]:
-    """The frames in which a message about a missing value looks up its text.
-
-    There are none if a column divides the rows into splits, because row numbers of a split and of
-    the frame then differ.
-    """
-    if options.split_column:
-        return {}
-    return frames
+    data = decoded_with_class_ids(raw_splits, schema.classes, info)
+    data = data.with_warnings(*splits.warnings, *warnings)
+    return replace(data, source_digests=_source_digests(tables, schema))
 
 
 def _column_warnings(
@@ -136,28 +119,11 @@ def _column_warnings(
     return warnings
 
 
-def frames_of(
-    frame_type: type[FrameType],
-    folder: Path,
-    files: Mapping[str, Sequence[Path]],
-    options: ReadingOptions,
-) -> dict[str, FrameType]:
-    """The frames of the files in a folder, by split."""
-    frames = {}
-    for split, paths in files.items():
-        clients: tuple[str, ...] = ()
-        if options.owner == FILE:
-            clients = tuple(client_name(folder, path, class_folders=False) for path in paths)
-        frames[split] = frame_type(tuple(paths), options, clients)
-    return frames
-
-
 def schema_of_frames(
     source: str, frames: Mapping[str, Frame], request: ReadRequest
 ) -> TableSchema | None:
     """The schema of the columns of the first split; None for images."""
-    first_split = min(frames, key=SPLITS.index)
-    frame = frames[first_split]
+    frame = next(iter(frames.values()))
 
     def categories(name: str) -> list[Any]:
         column = frame.read([name])[name]
@@ -169,35 +135,30 @@ def schema_of_frames(
 # The tables of all splits.
 
 
-@dataclass(frozen=True)
-class _SplitTables:
-    """The table of each split, and a warning about rows without a split."""
-
-    tables: Tables
-    warning: str = ""
-
-
-def _split_tables(source: str, frames: Mapping[str, Frame], schema: TableSchema) -> _SplitTables:
+def _read_splits(
+    source: str, frames: Mapping[str, Frame], schema: TableSchema
+) -> BySplit[pa.Table]:
     """Read the columns of every split. Their types must be those of the first split."""
     options = schema.options
     # Only tables can fill in or drop the values of a missing column.
-    optional = options.kind == "table" and options.missing != "refuse"
+    may_lack_columns = options.kind == "table" and options.missing != "refuse"
     tables: dict[str, pa.Table] = {}
     first_part = ""
-    for split in sorted(frames, key=SPLITS.index):
-        frame = frames[split]
-        part = str(single_file(frame.files) or f"{source}, {split}")
+    for split, frame in frames.items():
+        part = name_of_files(frame.files, f"{source}, {split}")
         first_part = first_part or part
         _check_columns(part, frame, first_part, schema)
-        table = frame.read(schema.names, optional=optional)
+        if isinstance(frame, CsvFrame) and not may_lack_columns:
+            frame.check_complete(schema.names)
+        table = frame.read(schema.names)
         if not len(table):
             raise DataError(f"{part} holds no examples; leave the file out or download it again")
         first_table = next(iter(tables.values()), table)
         check_same_types(part, table, first_part, first_table, schema)
         tables[split] = table
     if options.split_column:
-        return _divided(source, tables, options.split_column)
-    return _SplitTables(tables)
+        return _by_split_column(source, tables, options.split_column)
+    return BySplit(tables)
 
 
 def _check_columns(part: str, frame: Frame, first_part: str, schema: TableSchema) -> None:
@@ -215,7 +176,7 @@ def _check_columns(part: str, frame: Frame, first_part: str, schema: TableSchema
         )
 
 
-def _divided(source: str, tables: Tables, column: str) -> _SplitTables:
+def _by_split_column(source: str, tables: Tables, column: str) -> BySplit[pa.Table]:
     """Divide a table by a column of split names. Rows without a known name are left out."""
     if len(tables) > 1:
         raise DataError(
@@ -224,7 +185,7 @@ def _divided(source: str, tables: Tables, column: str) -> _SplitTables:
         )
     (table,) = tables.values()
     distinct = distinct_values(table[column])
-    split_of_row = distinct.mapped(lambda value: split_named(str(value)), missing="")
+    split_of_row = distinct.mapped(lambda value: split_of_name(str(value)), missing="")
     by_split = {}
     for split in SPLITS:
         rows = table.filter(pa.array(split_of_row == split))
@@ -239,13 +200,13 @@ def _divided(source: str, tables: Tables, column: str) -> _SplitTables:
 
     unsplit_count = int(np.count_nonzero(split_of_row == ""))
     if not unsplit_count:
-        return _SplitTables(by_split)
-    unknown = [value for value in distinct.values if not split_named(str(value))]
+        return BySplit(by_split)
+    unknown = [value for value in distinct.values if not split_of_name(str(value))]
     values = ", ".join(map(repr, unknown[:3])) or "no value"
     warning = (
         f"left out {unsplit_count:,} of {len(table):,} rows because their {column!r} is {values}"
     )
-    return _SplitTables(by_split, warning)
+    return BySplit(by_split, (warning,))
 
 
 # The values of each kind of examples.
@@ -286,7 +247,8 @@ def _table_values(source: str, tables: Tables, options: ReadingOptions) -> _Enco
 def _columns_with_gaps(values: Mapping[str, NDArray[Any]], info: DatasetInfo) -> tuple[str, ...]:
     """The columns with a missing value in any split."""
     has_gap = np.logical_or.reduce([np.isnan(rows).any(0) for rows in values.values()])
-    return tuple(name for name, feature in first_features(info).items() if has_gap[feature])
+    positions = first_position_of_column(info)
+    return tuple(name for name, position in positions.items() if has_gap[position])
 
 
 def _list_values(source: str, tables: Tables, options: ReadingOptions) -> _Encoded:
@@ -337,41 +299,38 @@ ENCODERS: Mapping[str, Callable[[str, Tables, ReadingOptions], _Encoded]] = {
 
 
 @dataclass(frozen=True)
-class _CompleteRows:
-    """A mask (n,) of the rows of a split that are examples, and notes on all other rows."""
-
-    mask: NDArray[np.bool_]
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class _Rows:
     """All rows of a split: their values, and their table and frame."""
 
     source: str
     split: str
+    schema: TableSchema
+    info: DatasetInfo
+    """The description of the data."""
     values: NDArray[Any]
     table: pa.Table
     owners: NDArray[np.int64] | None
     frame: Frame | None
+    """The frame in which a message looks up the text of a missing value, if there is one."""
 
-    def complete(self, schema: TableSchema, info: DatasetInfo) -> _CompleteRows:
-        """Select the rows that have all values and a label.
+    def complete(self) -> RawSplit:
+        """The rows that have all values and a label, and notes on other rows.
 
         Raises DataError for an infinite value, and for an incomplete row that the options refuse.
         """
-        options = schema.options
-        gaps = self._gaps(options, info)
-        notes = self._notes_on_means(options, info)
+        options = self.schema.options
+        gaps = self._gaps()
+        notes = self._notes_on_means()
         if gaps.any():
             if options.missing != "drop":
-                raise DataError(self._missing_value(options, info, gaps))
-            notes.append(f"{self.split}: {_left_out(gaps, self.owners, info.owners)}")
+                raise DataError(self._missing_value(gaps))
+            notes.append(f"{self.split}: {_left_out(gaps, self.owners, self.info.owners)}")
 
-        unlabelled = ~gaps & (distinct_values(self.table[schema.label]).codes < 0)
+        labels = self.table[self.schema.label]
+        unlabelled = ~gaps & (distinct_values(labels).codes < 0)
         if unlabelled.any():
             if options.unlabelled == "refuse":
-                raise DataError(self._missing_label(schema.label, unlabelled))
+                raise DataError(self._missing_label(unlabelled))
             notes.append(
                 f"{self.split}: {unlabelled.sum():,} of {len(unlabelled):,} rows without a label "
                 "were left out"
@@ -382,22 +341,19 @@ class _Rows:
                 f"{self.source}: every row lacks a value or its label; set data.columns to "
                 "columns with values"
             )
-        return _CompleteRows(complete, tuple(notes))
-
-    def examples(self, label: str, complete: NDArray[np.bool_]) -> RawSplit:
-        """The values, labels and owners of complete rows."""
-        labels = labels_of(self.source, self.table[label], complete)
         owners = self.owners
         if owners is not None:
             owners = owners[complete]
-        return RawSplit(self.values[complete], labels, owners)
+        checked_labels = labels_of(self.source, labels, complete)
+        return RawSplit(self.values[complete], checked_labels, owners, tuple(notes))
 
-    def _gaps(self, options: ReadingOptions, info: DatasetInfo) -> NDArray[np.bool_]:
+    def _gaps(self) -> NDArray[np.bool_]:
         """A mask (n,) of the rows with a missing value that is not filled in later."""
+        options = self.schema.options
         no_gaps = np.zeros(len(self.values), dtype=bool)
         if self.values.dtype.kind != "f":
             return no_gaps
-        self._check_finite(info)
+        self._check_finite()
         if options.missing == "mean" and options.kind == "table":
             return no_gaps
         if options.kind == "series":  # short series end with NaN, which are not gaps
@@ -405,12 +361,13 @@ class _Rows:
         has_gap: NDArray[np.bool_] = np.isnan(self.values).reshape(len(self.values), -1).any(1)
         return has_gap
 
-    def _notes_on_means(self, options: ReadingOptions, info: DatasetInfo) -> list[str]:
+    def _notes_on_means(self) -> list[str]:
         """A note on the values of a table that ``missing = "mean"`` fills in later, by column."""
+        options = self.schema.options
         if options.missing != "mean" or options.kind != "table":
             return []
         counts = []
-        for column, feature in first_features(info).items():
+        for column, feature in first_position_of_column(self.info).items():
             count = int(np.isnan(self.values[:, feature]).sum())
             if count:
                 counts.append(f"{column} {count:,}")
@@ -421,7 +378,7 @@ class _Rows:
             f"{shortened_list(counts)}"
         ]
 
-    def _check_finite(self, info: DatasetInfo) -> None:
+    def _check_finite(self) -> None:
         """Raise DataError for an infinite value."""
         is_infinite = np.isinf(self.values).reshape(len(self.values), -1)
         rows = np.flatnonzero(is_infinite.any(1))
@@ -429,33 +386,31 @@ class _Rows:
             return
         row = rows[0]
         place = ""
-        if info.features:
+        if self.info.features:
             feature = int(np.flatnonzero(is_infinite[row])[0])
-            place = f" in column {info.features[feature]!r}"
+            place = f" in column {self.info.features[feature]!r}"
         raise DataError(f"{self.source}: example {row} has an infinite value{place}; correct it")
 
-    def _missing_value(
-        self, options: ReadingOptions, info: DatasetInfo, gaps: NDArray[np.bool_]
-    ) -> str:
+    def _missing_value(self, gaps: NDArray[np.bool_]) -> str:
         row = int(np.flatnonzero(gaps)[0])
         place = ""
         hint = ""
-        if info.features:
+        if self.info.features:
             feature = int(np.flatnonzero(np.isnan(self.values[row]))[0])
-            column = column_of_feature(info, feature)
+            column = column_of_feature(self.info, feature)
             place = f" in column {column!r}"
             hint = missing_text_hint(self.frame, column, row)
         remedy = "'drop' to skip such rows"
-        if options.kind == "table":
+        if self.schema.options.kind == "table":
             remedy += ", or 'mean'"
         return (
             f"{self.source}: example {row} has no value{place} ({gaps.sum():,} of {len(gaps):,} "
             f"rows lack one); {hint}set data.missing = {remedy}"
         )
 
-    def _missing_label(self, column: str, unlabelled: NDArray[np.bool_]) -> str:
+    def _missing_label(self, unlabelled: NDArray[np.bool_]) -> str:
         row = int(np.flatnonzero(unlabelled)[0])
-        hint = missing_text_hint(self.frame, column, row)
+        hint = missing_text_hint(self.frame, self.schema.label, row)
         return (
             f"{self.source}: example {row} has no label ({unlabelled.sum():,} of "
             f"{len(unlabelled):,} rows have none); {hint}set data.unlabelled = 'drop' to skip "
@@ -560,9 +515,6 @@ class Owners:
 
     names: tuple[str, ...] = ()
     codes: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
-
-
-NO_OWNERS = Owners()
 
 
 def owners_of(

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from fedstill.core.errors import DataError, on_one_line
 from fedstill.core.fields import nfc
@@ -71,23 +72,18 @@ def most_bytes() -> int:
     return memory_bytes() // MEMORY_DIVISOR
 
 
-def check_size(source: str | Path, claimed: int, stored: int | None = None) -> None:
-    """Raise DataError for data whose claimed size exceeds the limit.
-
-    stored: the bytes of their file, if it is compressed.
-    """
+def check_size(source: str | Path, claimed: int) -> None:
+    """Raise DataError for data whose claimed size exceeds the limit."""
     most = most_bytes()
     if claimed > most:
         raise DataError(
             f"{source} needs {size_text(claimed)} of memory, but data may use at most "
             f"{size_text(most)} here (1/{MEMORY_DIVISOR} of the machine's memory); use a subset"
         )
-    if stored is not None:
-        check_ratio(source, claimed, stored)
 
 
 def check_ratio(source: str | Path, claimed: int, stored: int) -> None:
-    """Raise DataError for a file with an implausible compression ratio."""
+    """Raise DataError for a file of ``stored`` bytes with an implausible compression ratio."""
     if claimed > max(UNLIMITED_BYTES, MAX_COMPRESSION_RATIO * stored):
         raise DataError(
             f"{source} is {size_text(stored)}, but would unpack to {size_text(claimed)}, more than "
@@ -156,6 +152,11 @@ MAX_OTHER_FILES = 10_000
 """The largest number of files that are not data, unless at least a fifth of all files are data."""
 
 
+def has_suffix(path: Path, suffixes: Collection[str]) -> bool:
+    """Whether a file's name ends with one of the suffixes, in lower or upper case."""
+    return path.suffix.lower() in suffixes
+
+
 def files_below(place: Path, data_suffixes: Collection[str]) -> list[Path]:
     """All regular files below a folder, sorted by path; links are followed.
 
@@ -181,7 +182,7 @@ class _Walk:
     data_suffixes: Collection[str]
     folders: int = 0
     data: int = 0
-    others: int = 0
+    other_files: int = 0
 
     def files(self, folder: Path, parents: tuple[tuple[int, int], ...]) -> Iterator[Path]:
         """The files below a folder; ``parents``: the devices and inodes of the folders above it."""
@@ -213,10 +214,11 @@ class _Walk:
         if suffix in self.data_suffixes:
             self.data += 1
             return
-        self.others += 1
-        if self.others > MAX_OTHER_FILES and self.others > 4 * self.data:
+        self.other_files += 1
+        if self.other_files > MAX_OTHER_FILES and self.other_files > 4 * self.data:
             self._refuse(
-                f"has over {self.others - 1:,} files that are not images, parquet, CSV, IDX or NPZ"
+                f"has over {self.other_files - 1:,} files that are not images, parquet, CSV, IDX "
+                "or NPZ"
             )
 
     def _refuse(self, reason: str) -> None:
@@ -256,18 +258,26 @@ NAMED_FILES = 8
 """The largest number of files that a message lists."""
 
 
-@dataclass(frozen=True)
-class FileSplits:
-    """The files of each split, and warnings about files and folders whose names are unclear."""
+Part = TypeVar("Part")
 
-    files: Mapping[str, tuple[Path, ...]]
+
+@dataclass(frozen=True, eq=False)
+class BySplit(Generic[Part]):
+    """The part of data that each split has, and warnings about data that no split has."""
+
+    parts: Mapping[str, Part]
+    """In the order of ``SPLITS``."""
     warnings: tuple[str, ...] = ()
 
 
-def split_named(name: str) -> str:
+FileSplits = BySplit[tuple[Path, ...]]
+"""The files of each split."""
+
+
+def split_of_name(name: str) -> str:
     """The split that a column's value or the whole name of a folder denotes, or "".
 
-    >>> split_named("Training"), split_named("training hospital")
+    >>> split_of_name("Training"), split_of_name("training hospital")
     ('train', '')
     """
     return SPLIT_WORDS.get(name.strip().casefold(), "")
@@ -282,7 +292,7 @@ def names_by_split(source: str, names: Iterable[str], remedy: str) -> dict[str, 
     all_names = list(names)
     by_split: dict[str, str] = {}
     for name in all_names:
-        split = split_named(name)
+        split = split_of_name(name)
         if split in by_split:
             raise DataError(
                 f"{source} has two splits for {split}, {by_split[split]!r} and {name!r}; {remedy}"
@@ -295,10 +305,10 @@ def names_by_split(source: str, names: Iterable[str], remedy: str) -> dict[str, 
     return {split: by_split[split] for split in SPLITS if split in by_split}
 
 
-def splits_in(name: str) -> list[str]:
+def splits_of_words(name: str) -> list[str]:
     """The splits that the words of a name denote. Words consist of letters.
 
-    >>> splits_in("heart_Test2"), splits_in("attest"), splits_in("train-test")
+    >>> splits_of_words("heart_Test2"), splits_of_words("attest"), splits_of_words("train-test")
     (['test'], [], ['train', 'test'])
     """
     words = re.split(r"[\W\d_]+", name.casefold())
@@ -310,7 +320,7 @@ def file_list(files: Sequence[Path]) -> str:
     return shortened_list([path.name for path in files], NAMED_FILES)
 
 
-def split_tables(place: Path, files: Sequence[Path]) -> FileSplits:
+def table_files_by_split(place: Path, files: Sequence[Path]) -> FileSplits:
     """Assign table files to splits, by words in the file name, or else by a folder in ``place``.
 
     All files are training data if no name contains the word of a split. Raises DataError if only
@@ -334,7 +344,7 @@ def split_tables(place: Path, files: Sequence[Path]) -> FileSplits:
             f"{with_split.name}; add train, validation or test to its name, or move it "
             "elsewhere"
         )
-    return FileSplits(_by_split(read, splits), tuple(warnings))
+    return BySplit(_by_split(read, splits), tuple(warnings))
 
 
 def _shards_left_out(files: Sequence[Path], unknown: Sequence[Path]) -> list[Path]:
@@ -350,7 +360,7 @@ def _shards_left_out(files: Sequence[Path], unknown: Sequence[Path]) -> list[Pat
     return shards
 
 
-def split_images(place: Path, images: Sequence[Path]) -> FileSplits:
+def image_files_by_split(place: Path, images: Sequence[Path]) -> FileSplits:
     """Assign images in folders by class to splits, by the folders between ``place`` and a class.
 
     All images are training data if no folder has the name of a split. Otherwise, images outside of
@@ -367,7 +377,7 @@ def split_images(place: Path, images: Sequence[Path]) -> FileSplits:
             "test"
         )
         images = [path for path in images if splits[path]]
-    return FileSplits(_by_split(images, splits), tuple(warnings))
+    return BySplit(_by_split(images, splits), tuple(warnings))
 
 
 def client_name(place: Path, path: Path, *, class_folders: bool) -> str:
@@ -378,7 +388,7 @@ def client_name(place: Path, path: Path, *, class_folders: bool) -> str:
     ``train/north/cat/1.png``. Raises DataError if nothing remains.
     """
     relative = path.relative_to(place)
-    parts = [part for part in relative.parts[:-1] if not split_named(part)]
+    parts = [part for part in relative.parts[:-1] if not split_of_name(part)]
     if class_folders:
         parts = parts[:-1]
     else:
@@ -409,7 +419,7 @@ def _without_split_words(name: str) -> str:
 
 
 def _table_split(place: Path, path: Path) -> str:
-    splits = splits_in(SHARD.sub(r"\g<name>", path.stem))
+    splits = splits_of_words(SHARD.sub(r"\g<name>", path.stem))
     if len(splits) > 1:
         raise DataError(
             f"{path}: its name contains the words of two splits, {splits[0]} and {splits[1]}; "
@@ -422,7 +432,7 @@ def _table_split(place: Path, path: Path) -> str:
 
 def _folder_split(folders: Iterable[str]) -> str:
     """The split that the name of the innermost such folder denotes, or ""."""
-    splits = [split_named(folder) for folder in folders]
+    splits = [split_of_name(folder) for folder in folders]
     return next(filter(None, reversed(splits)), "")
 
 
@@ -431,13 +441,15 @@ def _unused_words(place: Path, files: Sequence[Path], *, class_folders: bool) ->
     parents = [path.relative_to(place).parent for path in files]
     if class_folders:
         parents = [parent.parent for parent in parents]
-    folders = dict.fromkeys(chain.from_iterable(parent.parts for parent in parents))
-    return [
-        f"the folder {folder!r} does not count as the split {splits_in(folder)[0]}, because its "
-        f"name has other words; if it is this split, rename it to {splits_in(folder)[0]}"
-        for folder in folders
-        if splits_in(folder) and not split_named(folder)
-    ]
+    warnings = []
+    for folder in dict.fromkeys(chain.from_iterable(parent.parts for parent in parents)):
+        splits = splits_of_words(folder)
+        if splits and not split_of_name(folder):
+            warnings.append(
+                f"the folder {folder!r} does not count as the split {splits[0]}, because its name "
+                f"has other words; if it is this split, rename it to {splits[0]}"
+            )
+    return warnings
 
 
 def _by_split(files: Sequence[Path], splits: Mapping[Path, str]) -> dict[str, tuple[Path, ...]]:

@@ -3,46 +3,52 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from fedstill.core import registry
-from fedstill.core.errors import DataError, on_one_line
+from fedstill.core.errors import DataError
 from fedstill.core.files import named_path
 from fedstill.data.cache import cached
-from fedstill.data.dataset import Decoded, Kind, ReadingOptions, ReadRequest
+from fedstill.data.dataset import FILE, Decoded, Kind, ReadingOptions, ReadRequest
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
-from fedstill.data.sources.columns import frames_of
 from fedstill.data.sources.files import (
+    BySplit,
     FileSplits,
-    file_errors,
+    client_name,
     file_list,
     files_below,
-    split_tables,
-    splits_in,
+    has_suffix,
+    splits_of_words,
+    table_files_by_split,
 )
 from fedstill.data.sources.image_sets import (
     check_not_encoded,
     is_idx,
     labels_in_table,
-    read_columns,
+    read_frames,
     read_idx,
     read_image_folder,
     read_npz,
-    read_without_images,
 )
 from fedstill.data.sources.images import IMAGE_SUFFIXES
 from fedstill.data.sources.schema import check_images_only, image_columns, table_schema
-from fedstill.data.sources.tables import CSV_SUFFIXES, CsvFrame, ParquetFrame, single_file
-from fedstill.data.sources.verification import completed
+from fedstill.data.sources.tables import (
+    CSV_SUFFIXES,
+    CsvFrame,
+    ParquetFrame,
+    name_of_files,
+    table_errors,
+)
+from fedstill.data.sources.verification import verified_with_test_split
 
-TABLE_SUFFIXES = (".parquet", *CSV_SUFFIXES)
+PARQUET_SUFFIXES = (".parquet",)
+
+TABLE_SUFFIXES = (*PARQUET_SUFFIXES, *CSV_SUFFIXES)
 
 DATA_SUFFIXES = (*TABLE_SUFFIXES, ".npz")
 """The suffixes of files that can be a data set on their own."""
@@ -71,92 +77,87 @@ def local_folder(name: str, folder: str | Path | None) -> Path | None:
 
 def is_data_file(path: Path) -> bool:
     """Whether a path is a file that can be a data set on its own."""
-    return path.suffix.lower() in DATA_SUFFIXES and path.is_file()
+    return has_suffix(path, DATA_SUFFIXES) and path.is_file()
 
 
-def is_table(path: Path) -> bool:
-    """Whether a path has the suffix of a parquet or CSV file."""
-    return path.suffix.lower() in TABLE_SUFFIXES
+def decoded_once(
+    name: str,
+    source: Mapping[str, Any],
+    read: Callable[[], Decoded],
+    request: ReadRequest,
+    entry: KnownData | None = None,
+) -> Decoded:
+    """The verified data that ``read`` returns; without a test split, a fifth is held out.
+
+    Later calls return them from the cache. source: the place of the data, and what shows that they
+    have changed. entry: the facts about a known data set.
+    """
+    known = None
+    if entry is not None:
+        known = asdict(entry)
+    key_fields = {**source, "request": asdict(request), "known": known}
+
+    def decode() -> Decoded:
+        return verified_with_test_split(name, read(), request.options, entry, in_place=True)
+
+    return cached(Path(name).stem, key_fields, decode)
 
 
-def is_parquet(path: Path) -> bool:
-    """Whether a path has the suffix of a parquet file."""
-    return path.suffix.lower() == ".parquet"
+def _stamp(place: Path, path: Path) -> tuple[str, int, int]:
+    """The name in ``place``, size and modification time of a file, which reveal changes."""
+    status = path.stat()
+    return str(path.relative_to(place)), status.st_size, status.st_mtime_ns
 
 
 def read_data_file(name: str, path: Path, request: ReadRequest) -> Decoded:
-    """The verified data in a parquet, CSV or NPZ file; without a test split, a fifth is held out.
+    """The verified data in a parquet, CSV or NPZ file, which is decoded once."""
 
-    The file is decoded once. The cache key contains its size and modification time.
-    """
-    status = path.stat()
-    key_fields = {
-        "file": str(path.resolve()),
-        "stamp": [status.st_size, status.st_mtime_ns],
-        "request": asdict(request),
-    }
+    def read() -> Decoded:
+        if has_suffix(path, TABLE_SUFFIXES):
+            return read_table_files(path.parent, {"train": [path]}, request)
+        check_images_only(str(path), request.options)
+        check_not_encoded(str(path), request)
+        return read_npz(path)
 
-    def decode() -> Decoded:
-        data = _decoded_file(path, request)
-        return completed(name, data, request.options, in_place=True)
-
-    return cached(path.stem, key_fields, decode)
-
-
-def _decoded_file(path: Path, request: ReadRequest) -> Decoded:
-    if is_table(path):
-        return read_tables(path.parent, {"train": [path]}, request)
-    check_images_only(str(path), request.options)
-    check_not_encoded(str(path), request)
-    return read_npz(path)
+    folder = path.parent
+    source = {"folder": str(folder.resolve()), "file": _stamp(folder, path)}
+    return decoded_once(name, source, read, request)
 
 
 def read_folder(
     name: str, place: Path, request: ReadRequest, entry: KnownData | None = None
 ) -> Decoded:
-    """The verified data in a folder; without a test split, a fifth is held out.
+    """The verified data in a folder, which is decoded once.
 
-    The folder is decoded once. The cache key contains the names, sizes and modification times of
-    its files. Raises DataError for an empty folder, and for files that are not a data set.
+    Raises DataError for an empty folder, and for files that are not a data set.
     """
     files = files_below(place, {*DATA_SUFFIXES, ".gz", *IMAGE_SUFFIXES})
-    key_fields = {
-        "folder": str(place.resolve()),
-        "files": [_stamp(place, path) for path in files],
-        "request": asdict(request),
-        "known": None if entry is None else asdict(entry),
-    }
 
-    def decode() -> Decoded:
+    def read() -> Decoded:
         if not files:
             raise DataError(
                 f"{place} is empty; it needs parquet or CSV files, or images in folders named by "
                 "their class"
             )
-        tables = table_splits(place, files)
-        data = _decoded_folder(place, files, tables, request)
-        data = completed(name, data, request.options, entry, in_place=True)
+        tables = find_table_files(place, files)
+        if not tables.parts:
+            return _decoded_images(place, files, request)
+        warning = _images_warning(tables.parts, files, request)
+        data = read_table_files(place, tables.parts, request)
+        data = data.with_warnings(*tables.warnings, warning)
         if entry is not None:
             return data
-        return replace(data, about=data.about.with_notes(_file_note(tables)))
+        return replace(data, about=data.about.with_notes(_file_note(tables.parts)))
 
-    return cached(name, key_fields, decode)
-
-
-def _stamp(place: Path, path: Path) -> tuple[str, int, int]:
-    """The name, size and modification time of a file, which reveal changes."""
-    status = path.stat()
-    return str(path.relative_to(place)), status.st_size, status.st_mtime_ns
+    stamps = [_stamp(place, path) for path in files]
+    source = {"folder": str(place.resolve()), "files": stamps}
+    return decoded_once(name, source, read, request, entry)
 
 
-def _decoded_folder(
-    place: Path, files: Sequence[Path], tables: FileSplits, request: ReadRequest
-) -> Decoded:
-    """The data in a folder, by its layout: tables, IDX, NPZ, or images by class."""
-    if tables.files:
-        return _decoded_tables(place, tables, files, request)
+def _decoded_images(place: Path, files: Sequence[Path], request: ReadRequest) -> Decoded:
+    """The images in a folder, by its layout: IDX, NPZ, or images by class."""
     check_images_only(str(place), request.options)
-    archives = [path for path in files if path.parent == place and path.suffix.lower() == ".npz"]
+    archives = [path for path in files if path.parent == place and has_suffix(path, {".npz"})]
     if not is_idx(place) and not archives:
         return read_image_folder(place, files, request)
     check_not_encoded(str(place), request)
@@ -165,31 +166,23 @@ def _decoded_folder(
     return read_npz(archives[0])
 
 
-def _decoded_tables(
-    place: Path, tables: FileSplits, files: Sequence[Path], request: ReadRequest
-) -> Decoded:
-    warning = _images_warning(tables.files, files, request)
-    data = read_tables(place, tables.files, request)
-    return replace(data, about=data.about.with_warnings(*tables.warnings, warning))
-
-
-def table_splits(place: Path, files: Sequence[Path]) -> FileSplits:
+def find_table_files(place: Path, files: Sequence[Path]) -> FileSplits:
     """The table files of a folder by split: parquet files, or else CSV files.
 
     CSV files next to images do not count. Raises DataError if some splits are parquet files and
     others are CSV files.
     """
-    parquet = [path for path in files if is_parquet(path)]
-    csv = [path for path in files if path.suffix.lower() in CSV_SUFFIXES]
-    has_images = any(path.suffix.lower() in IMAGE_SUFFIXES for path in files)
+    parquet = [path for path in files if has_suffix(path, PARQUET_SUFFIXES)]
+    csv = [path for path in files if has_suffix(path, CSV_SUFFIXES)]
+    has_images = any(has_suffix(path, IMAGE_SUFFIXES) for path in files)
     if not parquet and has_images:
-        return FileSplits({})
+        return BySplit({})
     if not parquet:
-        return split_tables(place, csv)
+        return table_files_by_split(place, csv)
 
-    splits = split_tables(place, parquet)
+    splits = table_files_by_split(place, parquet)
     for path in csv:
-        if not set(splits_in(path.stem)) <= set(splits.files):
+        if not set(splits_of_words(path.stem)) <= set(splits.parts):
             raise DataError(
                 f"{place} has parquet files ({file_list(parquet)}) and {path.name}; all splits "
                 "must have the same format: write all of them as parquet or all as CSV"
@@ -207,7 +200,7 @@ def _images_warning(
 
     Raises DataError if there is one image per row, because the table probably holds their labels.
     """
-    images = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
+    images = [path for path in files if has_suffix(path, IMAGE_SUFFIXES)]
     if not images or request.image:
         return ""
     frame = ParquetFrame(tuple(chain.from_iterable(tables.values())))
@@ -218,77 +211,42 @@ def _images_warning(
     return f"ignored because there are parquet files: {len(images):,} image files"
 
 
-def read_tables(folder: Path, files: Mapping[str, Sequence[Path]], request: ReadRequest) -> Decoded:
-    """Read the table files of a folder by split: either parquet files or CSV files.
-
-    Raises DataError like ``read_parquet`` and ``read_csv``.
-    """
-    first = next(chain.from_iterable(files.values()))
-    if is_parquet(first):
-        return read_parquet(folder, files, request)
-    return read_csv(folder, files, request)
-
-
-def read_csv(folder: Path, files: Mapping[str, Sequence[Path]], request: ReadRequest) -> Decoded:
-    """Read the CSV files of a folder by split.
-
-    Raises DataError for a file that cannot be read, and for ambiguous columns.
-    """
-    source = _name_of(folder, files)
-    frames = frames_of(CsvFrame, folder, files, request.options)
-    for frame in frames.values():
-        if not frame.rows:
-            place = single_file(frame.files) or source
-            raise DataError(f"{place} has a header but no rows; add rows")
-    data = read_without_images(source, frames, request)
-    if data is None:
-        raise DataError(
-            f"{source}: a CSV file holds no images; remove data.image_column and data.kind"
-        )
-    return data
-
-
-def read_parquet(
+def read_table_files(
     folder: Path, files: Mapping[str, Sequence[Path]], request: ReadRequest
 ) -> Decoded:
-    """Read the parquet files of a folder by split: images, or other columns.
+    """The rows of table files by split, which are either parquet files or CSV files.
 
-    Raises DataError for damaged files, for ambiguous columns, and for data that exceed the limits.
+    Raises DataError for a file that cannot be read, for ambiguous columns, and for data that exceed
+    the limits.
     """
-    source = _name_of(folder, files)
-    try:
-        with file_errors(source):
-            frames = frames_of(ParquetFrame, folder, files, request.options)
-            return read_columns(source, frames, request, folder)
-    except DataError:
-        raise
-    except Exception as error:  # many kinds, by version of the library
-        raise DataError(
-            f"{_damaged(files) or folder} cannot be read ({on_one_line(error)}); it is damaged or "
-            "not a data set; download or write it again"
-        ) from error
+    options = request.options
+    frames = {}
+    for split, paths in files.items():
+        clients: tuple[str, ...] = ()
+        if options.owner == FILE:
+            clients = tuple(client_name(folder, path, class_folders=False) for path in paths)
+        frames[split] = _frame_type(paths[0])(tuple(paths), options, clients)
+    source = name_of_files([path for paths in files.values() for path in paths], folder)
+    for frame in frames.values():
+        if isinstance(frame, CsvFrame) and not frame.rows:
+            raise DataError(
+                f"{name_of_files(frame.files, source)} has a header but no rows; add rows"
+            )
+    with table_errors(source):
+        return read_frames(source, frames, request, folder)
 
 
-def _name_of(folder: Path, files: Mapping[str, Sequence[Path]]) -> str:
-    """The name of the data in messages: the file, if there is only one."""
-    return str(single_file(chain.from_iterable(files.values())) or folder)
+def _frame_type(path: Path) -> type[ParquetFrame | CsvFrame]:
+    if has_suffix(path, PARQUET_SUFFIXES):
+        return ParquetFrame
+    return CsvFrame
 
 
-def _damaged(files: Mapping[str, Sequence[Path]]) -> Path | None:
-    """The first file that cannot be opened."""
-    for path in chain.from_iterable(files.values()):
-        try:
-            pq.ParquetFile(path).close()
-        except Exception:
-            return path
-    return None
-
-
-def _file_note(tables: FileSplits) -> str:
+def _file_note(files: Mapping[str, Sequence[Path]]) -> str:
     """A note about the table files of each split, if a split has several, or ""."""
-    if all(len(paths) == 1 for paths in tables.files.values()):
+    if all(len(paths) == 1 for paths in files.values()):
         return ""
-    sources = [f"{split} from {file_list(paths)}" for split, paths in tables.files.items()]
+    sources = [f"{split} from {file_list(paths)}" for split, paths in files.items()]
     return f"read {'; '.join(sources)}"
 
 
@@ -325,21 +283,19 @@ def likely_kind(name: str, folder: str, label_column: str, options: Mapping[str,
 
 def _first_table(place: Path) -> Path | None:
     """The file itself, or the first table in a folder."""
-    if place.is_file() and is_table(place):
+    if place.is_file() and has_suffix(place, TABLE_SUFFIXES):
         return place
     if not place.is_dir():
         return None
     paths = sorted(islice(place.iterdir(), FILES_LOOKED_AT))
-    tables = (path for path in paths if is_table(path) and path.is_file())
-    return next(tables, None)
+    tables = (path for path in paths if has_suffix(path, TABLE_SUFFIXES))
+    return next((path for path in tables if path.is_file()), None)
 
 
 @lru_cache(maxsize=64)
 def _kind_of_table(file: Path, modified: int, label_column: str, options: ReadingOptions) -> Kind:
     """The kind of a table's examples; ``modified``: its modification time, for the cache key."""
-    frame: ParquetFrame | CsvFrame = CsvFrame((file,), options)
-    if is_parquet(file):
-        frame = ParquetFrame((file,), options)
+    frame = _frame_type(file)((file,), options)
     request = ReadRequest(label=label_column or None, options=options.normalised)
     try:
         schema = table_schema(str(file), frame.schema, request)

@@ -11,7 +11,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import IO
@@ -25,26 +25,27 @@ from torch import Tensor
 
 from fedstill.core.errors import DataError, cut_reason, on_one_line
 from fedstill.core.fields import nfc
-from fedstill.data.dataset import FILE, Decoded, ReadRequest, Split
-from fedstill.data.sources.columns import owners_of, read_frames, schema_of_frames
+from fedstill.data.dataset import FILE, DatasetInfo, Decoded, ReadRequest, Split
+from fedstill.data.sources.columns import Owners, encode_frames, owners_of, schema_of_frames
 from fedstill.data.sources.files import (
     EXAMPLE_BYTES,
-    FileSplits,
+    check_ratio,
     check_size,
     client_name,
     file_errors,
     file_list,
-    split_images,
-    split_named,
+    has_suffix,
+    image_files_by_split,
+    split_of_name,
 )
 from fedstill.data.sources.images import (
     IMAGE_SUFFIXES,
     TWELVE_BITS,
-    ImageRows,
+    DecodedImages,
     Pictures,
     broken_names,
     check_broken,
-    read_rows,
+    decode_images,
 )
 from fedstill.data.sources.schema import (
     check_owner,
@@ -53,7 +54,7 @@ from fedstill.data.sources.schema import (
     label_column,
     no_column,
 )
-from fedstill.data.sources.tables import Frame, ImageFrame, LabelledImage
+from fedstill.data.sources.tables import CsvFrame, ImageFrame, LabelledImage
 from fedstill.data.sources.verification import (
     PICTURE_CHANNELS,
     RawSplit,
@@ -66,50 +67,49 @@ from fedstill.data.sources.verification import (
 
 def decoded_images(
     source: str,
-    splits: Mapping[str, ImageRows],
+    splits: Mapping[str, DecodedImages],
     request: ReadRequest,
     names: tuple[str, ...] | None,
+    owner_tables: Mapping[str, pa.Table],
 ) -> Decoded:
-    """The images of all splits with class ids, and warnings about them.
+    """The images of all splits with class ids and owners, and warnings about them.
 
-    names: the names of the classes, if labels are ids. Raises DataError for broken images, unless
-    the request leaves them out.
+    names: the names of the classes, if labels are ids. owner_tables: the column of owners of each
+    split; empty without owners. Raises DataError for broken images, unless the request leaves them
+    out.
     """
     if request.broken == "refuse":
         broken = [image for rows in splits.values() for image in rows.broken]
         check_broken(source, broken, can_skip=True)
-    raw = {split: RawSplit(rows.images, rows.labels) for split, rows in splits.items()}
-    data = decoded_with_class_ids(raw, names)
-    notes = [
-        f"{split}: {rows.unlabelled:,} of {rows.rows:,} images without a label were left out"
-        for split, rows in splits.items()
-        if rows.unlabelled
-    ]
-    about = data.about.with_notes(*notes).with_warnings(*image_warnings(source, splits))
-    return replace(data, about=about)
+    owners = Owners()
+    if owner_tables:
+        tables = {
+            split: owner_tables[split].take(pa.array(rows.positions))
+            for split, rows in splits.items()
+        }
+        owners = owners_of(source, tables, request.options.owner)
+
+    raw = {}
+    for split, rows in splits.items():
+        notes: tuple[str, ...] = ()
+        if rows.unlabelled:
+            notes = (
+                f"{split}: {rows.unlabelled:,} of {rows.rows:,} images without a label were left "
+                "out",
+            )
+        raw[split] = RawSplit(rows.images, rows.labels, owners.codes.get(split), notes)
+    data = decoded_with_class_ids(raw, names, DatasetInfo(owners=owners.names))
+    return data.with_warnings(*image_warnings(source, splits))
 
 
-def image_warnings(source: str, splits: Mapping[str, ImageRows]) -> list[str]:
+def image_warnings(source: str, splits: Mapping[str, DecodedImages]) -> list[str]:
     """Warnings about broken and dark images."""
     warnings = [_broken_warning(source, split, rows) for split, rows in splits.items()]
     warnings.append(_dark_warning([rows.largest for rows in splits.values()]))
     return [warning for warning in warnings if warning]
 
 
-def with_owners(
-    source: str, data: Decoded, rows: Mapping[str, ImageRows], owner_tables: Mapping[str, pa.Table]
-) -> Decoded:
-    """The data with the owners of images. owner_tables: the column of owners of each split."""
-    tables = {split: owner_tables[split].take(pa.array(rows[split].positions)) for split in rows}
-    (column,) = {name for table in tables.values() for name in table.column_names}
-    owners = owners_of(source, tables, column)
-    splits = {
-        name: replace(split, owners=owners.codes[name]) for name, split in data.splits.items()
-    }
-    return replace(data, splits=splits, about=replace(data.about, owners=owners.names))
-
-
-def _broken_warning(source: str, split: str, rows: ImageRows) -> str:
+def _broken_warning(source: str, split: str, rows: DecodedImages) -> str:
     if not rows.broken:
         return ""
     noun = "images"
@@ -135,8 +135,11 @@ def _dark_warning(largest_pixels: Sequence[int | None]) -> str:
 # Tables, which may have a column of images.
 
 
-def read_columns(
-    source: str, frames: Mapping[str, ImageFrame], request: ReadRequest, within: Path | str
+def read_frames(
+    source: str,
+    frames: Mapping[str, ImageFrame | CsvFrame],
+    request: ReadRequest,
+    within: Path | str,
 ) -> Decoded:
     """The rows of {split: frame} as arrays of images or of other columns.
 
@@ -144,37 +147,29 @@ def read_columns(
     if a row refers to them. Raises DataError for missing or ambiguous columns, and for values that
     cannot be read.
     """
-    data = read_without_images(source, frames, request)
-    if data is not None:
-        return data
+    schema = schema_of_frames(source, frames, request)
+    if schema is not None:
+        check_not_encoded(source, request)
+        return encode_frames(source, frames, schema)
 
     rows = {}
     names: tuple[str, ...] | None = None
     for split, frame in frames.items():
+        if isinstance(frame, CsvFrame):
+            raise DataError(
+                f"{source}: a CSV file holds no images; remove data.image_column and data.kind"
+            )
         check_owner(source, frame.schema.names, request.options)
         image = _image_column(source, frame.schema, request)
         label = label_column(source, frame.schema, request)
         names = names or class_names(frame.schema, label)
         pictures = Pictures(f"{source}, {split}", request, frame.rows, within)
-        rows[split] = read_rows(pictures, frame.labelled_images(image, label))
-    data = decoded_images(source, rows, request, names)
-
+        rows[split] = decode_images(pictures, frame.labelled_images(image, label))
     owner = request.options.owner
-    if not owner:
-        return data
-    owner_tables = {split: frame.read([owner]) for split, frame in frames.items()}
-    return with_owners(source, data, rows, owner_tables)
-
-
-def read_without_images(
-    source: str, frames: Mapping[str, Frame], request: ReadRequest
-) -> Decoded | None:
-    """The rows of {split: frame} as arrays of columns other than images; None for images."""
-    schema = schema_of_frames(source, frames, request)
-    if schema is None:
-        return None
-    check_not_encoded(source, request)
-    return read_frames(source, frames, schema)
+    owner_tables = {}
+    if owner:
+        owner_tables = {split: frame.read([owner]) for split, frame in frames.items()}
+    return decoded_images(source, rows, request, names, owner_tables)
 
 
 def _image_column(source: str, schema: pa.Schema, request: ReadRequest) -> str:
@@ -212,12 +207,12 @@ def read_image_folder(place: Path, files: Sequence[Path], request: ReadRequest) 
     Raises DataError if there are no images, if an image cannot be read, or if the classes are in a
     table.
     """
-    images = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
+    images = [path for path in files if has_suffix(path, IMAGE_SUFFIXES)]
     images.sort(key=lambda path: nfc(path.as_posix()))
     if not images:
         raise DataError(_no_images(place, files))
-    warning = _table_warning(place, files, images)
     flat = _without_class([path.relative_to(place) for path in images])
+    warning = _table_warning(files, images, is_flat=flat is not None)
     if flat is not None:
         raise DataError(
             f"{place / flat} is not in the folder of a class; put each image into a folder named "
@@ -225,16 +220,18 @@ def read_image_folder(place: Path, files: Sequence[Path], request: ReadRequest) 
             f"{place.name}/cat/{flat.name}, or {place.name}/train/cat/{flat.name}"
         )
 
-    splits = split_images(place, images)
+    splits = image_files_by_split(place, images)
     rows = {}
-    for split, paths in splits.files.items():
+    owner_tables = {}
+    for split, paths in splits.parts.items():
         pictures = Pictures(f"{place}, {split}", request, len(paths), place)
-        rows[split] = read_rows(pictures, (LabelledImage(path, path.parent.name) for path in paths))
-    data = decoded_images(str(place), rows, request, None)
-    data = replace(data, about=data.about.with_warnings(warning, *splits.warnings))
-    if request.options.owner != FILE:
-        return data
-    return with_owners(str(place), data, rows, _folder_owners(place, splits))
+        labelled_images = (LabelledImage(path, path.parent.name) for path in paths)
+        rows[split] = decode_images(pictures, labelled_images)
+        if request.options.owner == FILE:
+            clients = [client_name(place, path, class_folders=True) for path in paths]
+            owner_tables[split] = pa.table({FILE: clients})
+    data = decoded_images(str(place), rows, request, None, owner_tables)
+    return data.with_warnings(warning, *splits.warnings)
 
 
 def _no_images(place: Path, files: Sequence[Path]) -> str:
@@ -247,18 +244,18 @@ def _no_images(place: Path, files: Sequence[Path]) -> str:
     )
 
 
-def _table_warning(place: Path, files: Sequence[Path], images: Sequence[Path]) -> str:
+def _table_warning(files: Sequence[Path], images: Sequence[Path], *, is_flat: bool) -> str:
     """A warning about tables next to images, or "" if there are none.
 
-    Raises DataError if the table probably holds the labels: either images are not in folders of
-    several classes, or the table has one of the names of Hugging Face's layout.
+    is_flat: whether an image is not in the folder of a class. Raises DataError if the table
+    probably holds the labels: either images are not in folders of several classes, or the table has
+    one of the names of Hugging Face's layout.
     """
-    tables = [path for path in files if path.suffix.lower() in LABEL_TABLE_SUFFIXES]
+    tables = [path for path in files if has_suffix(path, LABEL_TABLE_SUFFIXES)]
     if not tables:
         return ""
     metadata = [path for path in tables if path.name in HUGGING_FACE_TABLES]
     classes = {path.parent.name for path in images}
-    is_flat = _without_class([path.relative_to(place) for path in images]) is not None
     if metadata or is_flat or len(classes) == 1:
         raise DataError(labels_in_table(next(iter(metadata or tables))))
     return (
@@ -275,15 +272,6 @@ def labels_in_table(table: Path) -> str:
     )
 
 
-def _folder_owners(place: Path, splits: FileSplits) -> dict[str, pa.Table]:
-    """The owner of each image: the name of its client's folder."""
-    tables = {}
-    for split, paths in splits.files.items():
-        clients = [client_name(place, path, class_folders=True) for path in paths]
-        tables[split] = pa.table({FILE: clients})
-    return tables
-
-
 def _without_class(images: Sequence[Path]) -> Path | None:
     """An image that is not in the folder of a class, but in no folder or in the folder of a split.
 
@@ -291,7 +279,7 @@ def _without_class(images: Sequence[Path]) -> Path | None:
     a folder may have the name of a split, such as "test", but is a class.
     """
     folders = {path.parts[0].lower() for path in images if len(path.parts) == 2}
-    has_class_folders = not all(map(split_named, folders))
+    has_class_folders = not all(map(split_of_name, folders))
     for path in images:
         in_split = len(path.parts) == 2 and not has_class_folders
         if len(path.parts) == 1 or in_split:
@@ -310,9 +298,8 @@ def images_in(place: Path) -> list[Path]:
     with file_errors(place):
         if not place.is_dir():
             return []
-        return sorted(
-            p for p in place.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file()
-        )
+        images = (path for path in place.iterdir() if has_suffix(path, IMAGE_SUFFIXES))
+        return sorted(path for path in images if path.is_file())
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,7 +330,7 @@ def read_unlabelled(place: Path, request: ReadRequest | None = None) -> Unlabell
         size_remedy="set data.public_resize = true to resize all",
     )
     with file_errors(place):
-        rows = read_rows(pictures, (LabelledImage(path, 0) for path in paths))
+        rows = decode_images(pictures, (LabelledImage(path, 0) for path in paths))
     if request.broken == "refuse":
         check_broken(str(place), rows.broken, can_skip=True)
     warnings = image_warnings(str(place), {"the public set": rows})
@@ -385,31 +372,28 @@ def _idx_array(path: Path, dimensions: int) -> NDArray[np.uint8]:
         if not path.is_file():
             raise DataError(f"{path} is missing; all four IDX files must be in one folder")
         try:
-            array = _unpacked(path, dimensions)
+            return _unpacked(path, dimensions)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise DataError(f"{path} is damaged ({error}); download it again") from error
-    if array is None:
-        raise DataError(
-            f"{path} is truncated or not an IDX file of {dimensions} dimension(s); download it "
-            "again"
-        )
-    return array
 
 
-def _unpacked(path: Path, dimensions: int) -> NDArray[np.uint8] | None:
-    """The array in an IDX file; None if the header is invalid or does not match the data."""
+def _unpacked(path: Path, dimensions: int) -> NDArray[np.uint8]:
+    """The array in an IDX file; DataError if the header is invalid or does not match the data."""
+    problem = f"{path} is truncated or not an IDX file of {dimensions} dimension(s)"
+    problem += "; download it again"
     with gzip.open(path) as file:
         head = file.read(4 + 4 * dimensions)
         if head[:4] != bytes([0, 0, 8, dimensions]) or len(head) != 4 + 4 * dimensions:
-            return None
+            raise DataError(problem)
         shape = np.frombuffer(head[4:], dtype=">i4").tolist()
         if min(shape) <= 0:
-            return None
+            raise DataError(problem)
         count = math.prod(shape)
-        check_size(path, count, path.stat().st_size)
+        check_size(path, count)
+        check_ratio(path, count, path.stat().st_size)
         data = file.read(count + 1)
     if len(data) != count:
-        return None
+        raise DataError(problem)
     return np.frombuffer(data, dtype=np.uint8).reshape(shape)
 
 
@@ -482,13 +466,14 @@ def _checked_splits(path: Path, archive: zipfile.ZipFile) -> dict[str, str]:
     arrays = [f"{name}_{part}.npy" for name, part in product(names.values(), ("images", "labels"))]
     _check_array_names(path, members, arrays)
     infos = {array: archive.getinfo(array) for array in arrays}
-    check_size(path, sum(info.file_size for info in infos.values()), path.stat().st_size)
+    unpacked = sum(info.file_size for info in infos.values())
+    check_size(path, unpacked)
+    check_ratio(path, unpacked, path.stat().st_size)
     headers = {array: _header(archive, info) for array, info in infos.items()}
     count = 0
     for name in names.values():
         count += _example_count(path, headers[f"{name}_images.npy"], headers[f"{name}_labels.npy"])
-    stored = sum(header.nbytes for header in headers.values())
-    check_size(path, stored + EXAMPLE_BYTES * count)
+    check_size(path, unpacked + EXAMPLE_BYTES * count)
     return names
 
 

@@ -438,7 +438,7 @@ ENCODED_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
-class ImageRows:
+class DecodedImages:
     """The decoded images of a split."""
 
     images: Pixels
@@ -456,7 +456,7 @@ class ImageRows:
     """The largest pixel of images with 16 bits per pixel, if there are any."""
 
 
-def read_rows(pictures: Pictures, labelled_images: Iterable[LabelledImage]) -> ImageRows:
+def decode_images(pictures: Pictures, labelled_images: Iterable[LabelledImage]) -> DecodedImages:
     """Decode the images of a split and check their labels.
 
     Broken images are left out, and rows without a label if the request allows it. Raises DataError
@@ -491,7 +491,7 @@ def read_rows(pictures: Pictures, labelled_images: Iterable[LabelledImage]) -> I
     if not positions:
         check_broken(pictures.source, broken, can_skip=False)
         raise DataError(f"{pictures.source}: no example has a label; add labels")
-    return ImageRows(
+    return DecodedImages(
         images=stack.images(),
         labels=labels,
         positions=np.array(positions, dtype=np.int64),

@@ -35,11 +35,11 @@ from fedstill.data.dataset import (
     as_dataset,
     with_tuples,
 )
-from fedstill.data.sources.files import SPLITS, names_by_split, split_named
-from fedstill.data.sources.image_sets import read_columns
+from fedstill.data.sources.files import SPLITS, BySplit, names_by_split, split_of_name
+from fedstill.data.sources.image_sets import read_frames
 from fedstill.data.sources.load import FIELDS, ROWS_AT_ONCE, request_of_fields
 from fedstill.data.sources.schema import class_names, index_columns
-from fedstill.data.sources.tables import LabelledImage, normalised, with_missing
+from fedstill.data.sources.tables import LabelledImage, with_missing, with_normal_names
 from fedstill.data.sources.tensors import (
     ItemsRead,
     LoaderData,
@@ -50,7 +50,7 @@ from fedstill.data.sources.tensors import (
     dataset_of_pairs,
     join_clients,
 )
-from fedstill.data.sources.verification import completed
+from fedstill.data.sources.verification import verified_with_test_split
 
 PAIR_FIELDS = ("mode", "size", *(field.name for field in dataclasses.fields(TensorFields)))
 """Options for data without columns; mode and size apply to PIL images."""
@@ -103,7 +103,7 @@ def is_by_client(data: object) -> bool:
     """Whether data are a mapping from clients, rather than from splits, to data."""
     if not isinstance(data, Mapping) or _is_of(data, "datasets", "DatasetDict"):
         return False
-    return not any(split_named(str(key)) for key in data)
+    return not any(split_of_name(str(key)) for key in data)
 
 
 def _is_of(data: object, module: str, name: str) -> bool:
@@ -161,14 +161,6 @@ class _PythonData:
         return [source for source in self.sources if source.split == split]
 
 
-@dataclass(frozen=True, eq=False)
-class _Splits:
-    """The data of each split, and a warning about splits that are left out."""
-
-    data: Mapping[str, Any]
-    warning: str = ""
-
-
 def _python_data(
     name: str, data: object, common: Mapping[str, object], fields: Mapping[str, Any]
 ) -> _PythonData:
@@ -181,12 +173,12 @@ def _python_data(
         data_of_part = {f"{name}, client {client}": part for client, part in data.items()}
 
     sources: list[_Source] = []
-    warnings = []
+    warnings: list[str] = []
     for number, (part, part_data) in enumerate(data_of_part.items()):
         client = number if clients else None
         splits = _splits_of(part, part_data)
-        warnings.append(splits.warning)
-        for split, split_data in splits.data.items():
+        warnings += splits.warnings
+        for split, split_data in splits.parts.items():
             sources.append(_Source(f"{part}, {split}", split, client, split_data))
 
     for split, common_data in common.items():
@@ -227,14 +219,14 @@ def _client_names(name: str, data: Any) -> tuple[str, ...]:
     return names
 
 
-def _splits_of(part: str, data: Any) -> _Splits:
+def _splits_of(part: str, data: Any) -> BySplit[Any]:
     """The data of each split, from one client or from all clients together."""
     if isinstance(data, Mapping):
         return _named_splits(part, data)
     if isinstance(data, (tuple, list)) and len(data) == 2 and not _is_pair(data):
         splits = {"train": data[0], "test": data[1]}
-        return _Splits({split: source for split, source in splits.items() if source is not None})
-    return _Splits({"train": data})
+        return BySplit({split: source for split, source in splits.items() if source is not None})
+    return BySplit({"train": data})
 
 
 def _is_pair(data: Sequence[Any]) -> bool:
@@ -242,7 +234,7 @@ def _is_pair(data: Sequence[Any]) -> bool:
     return any(isinstance(value, (Tensor, np.ndarray)) for value in data)
 
 
-def _named_splits(part: str, data: Mapping[Any, Any]) -> _Splits:
+def _named_splits(part: str, data: Mapping[Any, Any]) -> BySplit[Any]:
     data_of = {str(key): source for key, source in data.items()}
     names = names_by_split(
         part, data_of, remedy="use each of the keys train, validation and test at most once"
@@ -253,10 +245,10 @@ def _named_splits(part: str, data: Mapping[Any, Any]) -> _Splits:
             f"{part}: {unknown[0]!r} is not a split; keys are either splits (train, validation, "
             "test) or clients"
         )
-    warning = ""
+    warnings: tuple[str, ...] = ()
     if unknown:
-        warning = f"left out: the splits {', '.join(unknown)}"
-    return _Splits({split: data_of[key] for split, key in names.items()}, warning)
+        warnings = (f"left out: the splits {', '.join(unknown)}",)
+    return BySplit({split: data_of[key] for split, key in names.items()}, warnings)
 
 
 # Columns: data frames and Hugging Face data sets. They are read like the columns of files.
@@ -293,7 +285,7 @@ class ArrowFrame:
         """The number of rows."""
         return len(self.table)
 
-    def read(self, names: Sequence[str], *, optional: bool = False) -> pa.Table:
+    def read(self, names: Sequence[str]) -> pa.Table:
         """All rows of some columns."""
         return with_missing(self.table.select(list(names)), self.options.missing_values)
 
@@ -356,7 +348,7 @@ def _without_unnamed_index(table: pa.Table) -> pa.Table:
 
 def _with_plain_columns(part: str, table: pa.Table) -> pa.Table:
     """A table with column names in Unicode normal form, and without extension types."""
-    schema = normalised(part, table.schema)
+    schema = with_normal_names(part, table.schema)
     for index, field in enumerate(schema):
         if isinstance(field.type, pa.BaseExtensionType):
             schema = schema.set(index, field.with_type(field.type.storage_type))
@@ -371,12 +363,11 @@ def _dataset_of_columns(python_data: _PythonData) -> Dataset:
     tables = _tables_by_split(python_data)
     frames = {split: ArrowFrame(table, request.options) for split, table in tables.items()}
     # Paths of images in memory are as trustworthy as the program itself.
-    decoded = read_columns(name, frames, request, within=Path(Path.cwd().anchor))
+    decoded = read_frames(name, frames, request, within=Path(Path.cwd().anchor))
     if python_data.clients:
         decoded = _with_clients(python_data, decoded)
-    warnings = dict.fromkeys(python_data.warnings)
-    decoded = replace(decoded, about=decoded.about.with_warnings(*warnings))
-    decoded = completed(name, decoded, request.options)
+    decoded = decoded.with_warnings(*dict.fromkeys(python_data.warnings))
+    decoded = verified_with_test_split(name, decoded, request.options)
     fields = python_data.fields
     return as_dataset(name, decoded, fields.get("mean"), fields.get("std"))
 

@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from fedstill.core.files import named_path
 from fedstill.core.process_settings import process_settings
 from fedstill.core.registry import Entry, lookup, register, short_name
 from fedstill.core.user_code import reason
-from fedstill.data.cache import cached
 from fedstill.data.dataset import (
     CONFIG_KEYS,
     DEFAULT_OPTIONS,
@@ -44,18 +43,29 @@ from fedstill.data.dataset import (
 )
 from fedstill.data.sources import catalog
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
-from fedstill.data.sources.files import check_size, file_error, file_errors, names_by_split
+from fedstill.data.sources.files import (
+    check_size,
+    file_error,
+    file_errors,
+    has_suffix,
+    names_by_split,
+)
 from fedstill.data.sources.folders import (
     DATA_SUFFIXES,
     data_root,
+    decoded_once,
     is_data_file,
     local_folder,
     read_data_file,
     read_folder,
 )
-from fedstill.data.sources.image_sets import read_columns
-from fedstill.data.sources.tables import LabelledImage, normalised, stored_names, with_missing
-from fedstill.data.sources.verification import completed
+from fedstill.data.sources.image_sets import read_frames
+from fedstill.data.sources.tables import (
+    LabelledImage,
+    stored_names,
+    with_missing,
+    with_normal_names,
+)
 
 OPTION_FIELDS = tuple(field.name for field in dataclasses.fields(ReadingOptions))
 """Fields of ``load_dataset`` on the conversion of columns to examples."""
@@ -258,7 +268,7 @@ def _file_or_hub(name: str, path: Path, folder: Folder, request: ReadRequest) ->
         if unpacker:
             remedy = f"unpack it first: {unpacker} {path.name}"
         raise DataError(f"{path} is not a parquet, CSV or NPZ file; {remedy}")
-    if path.suffix.lower() in DATA_SUFFIXES:
+    if has_suffix(path, DATA_SUFFIXES):
         raise DataAbsent(f"there is no file {path}; paths are relative to the config's folder")
 
     is_path = name.startswith((".", "/", "~"))
@@ -275,11 +285,7 @@ def _file_or_hub(name: str, path: Path, folder: Folder, request: ReadRequest) ->
 
 
 def _from_hub(name: str, request: ReadRequest, remedy: str) -> Decoded:
-    def decode() -> Decoded:
-        data = read_hub(name, request, remedy)
-        return completed(name, data, request.options, in_place=True)
-
-    return cached(name, {"hub": name, "request": asdict(request)}, decode)
+    return decoded_once(name, {"hub": name}, lambda: read_hub(name, request, remedy), request)
 
 
 # Data sets of the catalogue.
@@ -311,13 +317,8 @@ def _known_from_hub(entry: KnownData, folder: Folder, request: ReadRequest) -> D
     if entry.hub is None:
         raise DataAbsent(f"dataset {entry.name!r} was not found: {absence}; {entry.remedy}")
     hub = entry.hub
-    key_fields = {"hub": hub, "request": asdict(request), "known": asdict(entry)}
-
-    def decode() -> Decoded:
-        data = read_hub(hub, request, f"{absence}; {entry.remedy}")
-        return completed(hub, data, request.options, entry, in_place=True)
-
-    return cached(entry.name, key_fields, decode)
+    remedy = f"{absence}; {entry.remedy}"
+    return decoded_once(hub, {"hub": hub}, lambda: read_hub(hub, request, remedy), request, entry)
 
 
 # The registered data sets.
@@ -344,10 +345,7 @@ def digits() -> Dataset:
     """
     entry = catalog.DIGITS
 
-    def decode() -> Decoded:
-        return completed("digits", read_digits(), entry=entry)
-
-    data = cached("digits", {"known": asdict(entry)}, decode)
+    data = decoded_once("digits", {"registered": "digits"}, read_digits, ReadRequest(), entry)
     return as_dataset("digits", data, entry.mean, entry.std)
 
 
@@ -438,12 +436,11 @@ def read_hub(name: str, request: ReadRequest, remedy: str) -> Decoded:
             split: HubFrame(name, streams[hub_name], request.options)
             for split, hub_name in splits.items()
         }
-        data = read_columns(name, frames, request, within=name)
+        data = read_frames(name, frames, request, within=name)
     left_out = [hub_name for hub_name in streams if hub_name not in splits.values()]
     if not left_out:
         return data
-    warning = f"ignored splits on the hub: {', '.join(left_out)}"
-    return replace(data, about=data.about.with_warnings(warning))
+    return data.with_warnings(f"ignored splits on the hub: {', '.join(left_out)}")
 
 
 @dataclass(frozen=True)
@@ -463,13 +460,10 @@ class HubFrame:
         """The columns and their types; empty if the hub does not report them."""
         if not self.stream.features:
             return pa.schema([])
-        return normalised(self.name, self.stream.features.arrow_schema)
+        return with_normal_names(self.name, self.stream.features.arrow_schema)
 
-    def read(self, names: Sequence[str], *, optional: bool = False) -> pa.Table:
-        """All rows of some columns; raises DataError if they exceed the limits.
-
-        optional: ignored, because all rows of a stream have the same columns.
-        """
+    def read(self, names: Sequence[str]) -> pa.Table:
+        """All rows of some columns; raises DataError if they exceed the limits."""
         features = self.stream.features.arrow_schema
         on_hub = stored_names(features)
         names_to_read = [on_hub[name] for name in names]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import starmap
@@ -44,11 +45,9 @@ class Frame(Protocol):
     def rows(self) -> int:
         """The number of rows, 0 if it is unknown."""
 
-    def read(self, names: Sequence[str], *, optional: bool = False) -> pa.Table:
+    def read(self, names: Sequence[str]) -> pa.Table:
         """All rows of some columns, in order; the column ``FILE`` contains the clients of the
         files.
-
-        optional: whether files may lack a column, whose values are then missing.
         """
 
 
@@ -67,22 +66,38 @@ class ImageFrame(Frame, Protocol):
         """Each row's encoded image and label, from the columns of these names."""
 
 
+@contextlib.contextmanager
+def table_errors(source: Path | str) -> Iterator[None]:
+    """A context that turns errors of a library about a damaged file into DataError with its name,
+    as well as system errors and a lack of memory.
+    """
+    try:
+        with file_errors(source):
+            yield
+    except DataError:
+        raise
+    except Exception as error:  # many kinds, by version of the library
+        raise DataError(
+            f"{source} cannot be read ({on_one_line(error)}); it is damaged or not a data set; "
+            "download or write it again"
+        ) from error
+
+
 @dataclass(frozen=True)
 class FileFrame:
-    """The concatenated rows of files.
-
-    clients: the client of each file, if each file or folder belongs to one client.
-    """
+    """The concatenated rows of files."""
 
     files: tuple[Path, ...]
     options: ReadingOptions = DEFAULT_OPTIONS
     clients: tuple[str, ...] = ()
+    """The client of each file, if the options say that files belong to clients; otherwise empty."""
 
-    def joined(self, tables: Sequence[pa.Table], names: Sequence[str]) -> pa.Table:
-        """The concatenated tables of the files, in which the configured values are missing.
+    def read(self, names: Sequence[str]) -> pa.Table:
+        """Some columns of all files, in which the configured values are missing.
 
         Raises DataError if the type of a column differs between files.
         """
+        tables = self._tables_of_files([name for name in names if name != FILE])
         if FILE in names:
             tables = [
                 table.append_column(FILE, pa.array([client] * len(table), pa.string()))
@@ -91,11 +106,15 @@ class FileFrame:
         try:
             table = pa.concat_tables(tables, promote_options="permissive")
         except (pa.ArrowTypeError, pa.ArrowInvalid):
-            conflict = _conflict(tables, self.files)
+            conflict = _conflict_between_files(tables, self.files)
             if conflict:
                 raise DataError(conflict) from None
             raise
         return with_missing(table.select(list(names)), self.options.missing_values)
+
+    def _tables_of_files(self, names: Sequence[str]) -> list[pa.Table]:
+        """Some columns of each file."""
+        raise NotImplementedError
 
 
 class ParquetFrame(FileFrame):
@@ -104,13 +123,13 @@ class ParquetFrame(FileFrame):
     @cached_property
     def schema(self) -> pa.Schema:
         """The columns of the first file."""
-        with file_errors(self.files[0]):
-            return normalised(self.files[0], pq.read_schema(self.files[0]))
+        with table_errors(self.files[0]):
+            return with_normal_names(self.files[0], pq.read_schema(self.files[0]))
 
     @cached_property
     def rows(self) -> int:
         """The number of rows according to the files' metadata."""
-        return sum(checked_metadata(path).num_rows for path in self.files)
+        return sum(ParquetFile.of(path).metadata.num_rows for path in self.files)
 
     def labelled_images(self, image: str, label: str) -> Iterator[LabelledImage]:
         """Each row's encoded image and label.
@@ -118,37 +137,31 @@ class ParquetFrame(FileFrame):
         Raises DataError for columns of other types, and for images that exceed the limits.
         """
         for path in self.files:
-            with file_errors(path):
-                yield from _labelled_images(path, image, label)
+            with table_errors(path):
+                yield from _labelled_images(ParquetFile.of(path), image, label)
 
-    def read(self, names: Sequence[str], *, optional: bool = False) -> pa.Table:
-        """Some columns of all files. All files must have these columns, regardless of ``optional``.
+    def _tables_of_files(self, names: Sequence[str]) -> list[pa.Table]:
+        """Some columns of each file; DataError for a file that lacks one or exceeds the limits."""
+        tables = []
+        for path in self.files:
+            with table_errors(path):
+                tables.append(self._table_of_file(ParquetFile.of(path), names))
+        return tables
 
-        Raises DataError for a file that lacks a column or exceeds the limits.
-        """
-        in_files = [name for name in names if name != FILE]
-        tables = [self._read_one(path, in_files) for path in self.files]
-        return self.joined(tables, names)
-
-    def _read_one(self, path: Path, names: Sequence[str]) -> pa.Table:
-        with file_errors(path):
-            metadata = checked_metadata(path)
-            schema = pq.read_schema(path)
-            _check_unique(path, list(map(nfc, schema.names)))
-            in_file = stored_names(schema)
-            for name in names:
-                if name not in in_file:
-                    raise DataError(
-                        f"{path} has no column {name!r}, unlike {self.files[0].name}; add the "
-                        "column, or list the columns to read in data.columns"
-                    )
-            names_to_read = [in_file[name] for name in names]
-            check_column_sizes(path, metadata, names_to_read)
-            columns = _read_columns(path, metadata, schema, names_to_read)
+    def _table_of_file(self, file: ParquetFile, names: Sequence[str]) -> pa.Table:
+        _check_unique(file.path, list(map(nfc, file.schema.names)))
+        in_file = stored_names(file.schema)
+        for name in names:
+            if name not in in_file:
+                raise DataError(
+                    f"{file.path} has no column {name!r}, unlike {self.files[0].name}; add the "
+                    "column, or list the columns to read in data.columns"
+                )
+        columns = _read_columns(file, [in_file[name] for name in names])
         return pa.table({name: columns[in_file[name]] for name in names})
 
 
-def normalised(source: Path | str, schema: pa.Schema) -> pa.Schema:
+def with_normal_names(source: Path | str, schema: pa.Schema) -> pa.Schema:
     """A schema whose column names are in Unicode normal form.
 
     Raises DataError if two columns then have the same name.
@@ -170,6 +183,85 @@ def _check_unique(source: Path | str, names: Sequence[str]) -> None:
         raise DataError(f"{source} has two columns named {twice[0]!r}; rename one of them")
 
 
+# Parquet files.
+
+
+@dataclass(frozen=True)
+class ParquetFile:
+    """A parquet file, its metadata, and the schema in them."""
+
+    path: Path
+    metadata: pq.FileMetaData
+    schema: pa.Schema
+
+    @staticmethod
+    def of(path: Path) -> ParquetFile:
+        """The file; DataError if it has too many rows, regardless of their content."""
+        with table_errors(path):
+            metadata = pq.read_metadata(path)
+        groups = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+        if metadata.num_rows != sum(groups) or min(groups, default=0) < 0:
+            raise DataError(
+                f"{path} claims to hold {metadata.num_rows:,} rows, but its parts hold {groups}; "
+                "write it again"
+            )
+        check_size(path, metadata.num_rows * EXAMPLE_BYTES)
+        return ParquetFile(path, metadata, metadata.schema.to_arrow_schema())
+
+    def opened(self, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
+        """The open file. dictionaries: the columns to read as references to distinct values."""
+        return pq.ParquetFile(
+            self.path,
+            metadata=self.metadata,
+            buffer_size=PAGE_BUFFER,
+            pre_buffer=False,
+            read_dictionary=list(dictionaries),
+        )
+
+    def chunks(self, names: Collection[str]) -> Iterator[pq.ColumnChunkMetaData]:
+        """The metadata of columns in all row groups.
+
+        names: paths of columns, including all columns below a path.
+        """
+        columns = set(names)
+        for number in range(self.metadata.num_row_groups):
+            group = self.metadata.row_group(number)
+            for index in range(self.metadata.num_columns):
+                chunk = group.column(index)
+                if _column_of(chunk.path_in_schema, columns):
+                    yield chunk
+
+    def check_sizes(self, names: Collection[str]) -> None:
+        """Raise DataError for columns whose claimed size is implausible for the size of the file.
+
+        names: as in ``chunks``.
+        """
+        sizes = [chunk.total_uncompressed_size for chunk in self.chunks(names)]
+        if min(sizes, default=0) < 0:
+            raise DataError(
+                f"{self.path} claims that a column holds {min(sizes)} bytes; write it again"
+            )
+        check_ratio(self.path, sum(sizes), self.path.stat().st_size)
+
+    def check_row_count(self, count: int) -> None:
+        """Raise DataError if the file holds another number of rows than its metadata say."""
+        if count != self.metadata.num_rows:
+            raise DataError(
+                f"{self.path} claims to hold {self.metadata.num_rows:,} rows, but holds {count:,}; "
+                "write it again"
+            )
+
+    def column_type(self, name: str) -> pa.DataType:
+        """The type of a column; DataError if there is no such column, or several."""
+        count = len(self.schema.get_all_field_indices(name))
+        if count != 1:
+            raise DataError(
+                f"{self.path} must have exactly one column {name!r}, like the first file of its "
+                f"split, but has {count}; write it again"
+            )
+        return self.schema.field(name).type
+
+
 # Columns of parquet files, in batches of a bounded size.
 
 
@@ -183,21 +275,20 @@ BATCH_BYTES = 1 << 23
 """The approximate bytes in a batch of other columns, according to the file's metadata."""
 
 
-def _read_columns(
-    path: Path, metadata: pq.FileMetaData, schema: pa.Schema, names: Sequence[str]
-) -> dict[str, pa.ChunkedArray]:
-    """Columns by name. Columns of fixed width are read together, other columns one by one."""
-    types = {name: schema.field(name).type for name in names}
+def _read_columns(source: ParquetFile, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
+    """Columns by name. Columns of fixed width are read together, other columns one by one.
+
+    Raises DataError if the columns exceed the limits.
+    """
+    source.check_sizes(names)
+    types = {name: source.schema.field(name).type for name in names}
     texts = [name for name in names if holds_text(types[name])]
     fixed = [name for name in names if _has_fixed_width(types[name])]
     others = [name for name in names if name not in {*texts, *fixed}]
-    batch_rows = _rows_a_batch(metadata, others)
-    # The file is opened once, because opening it reads the metadata of possibly thousands of
-    # columns.
-    with pq.ParquetFile(
-        path, buffer_size=PAGE_BUFFER, pre_buffer=False, read_dictionary=texts
-    ) as file:
-        reader = _ColumnReader(path, metadata, file, types)
+    batch_rows = _rows_a_batch(source, others)
+    # The file is opened once, because opening it takes long if it has thousands of columns.
+    with source.opened(dictionaries=texts) as file:
+        reader = _ColumnReader(source, file)
         columns = reader.columns(fixed, FIXED_ROWS)
         for name in texts:
             columns[name] = reader.texts(name)
@@ -208,15 +299,13 @@ def _read_columns(
 
 @dataclass
 class _ColumnReader:
-    """Reads columns of a parquet file, and counts their bytes.
+    """Reads columns of an open parquet file, and counts their bytes.
 
     ``file`` reads texts as dictionary references. Raises DataError if the bytes exceed the limit.
     """
 
-    path: Path
-    metadata: pq.FileMetaData
+    source: ParquetFile
     file: pq.ParquetFile
-    types: Mapping[str, pa.DataType]
     bytes_read: int = 0
 
     def columns(self, names: Sequence[str], batch_rows: int) -> dict[str, pa.ChunkedArray]:
@@ -247,62 +336,50 @@ class _ColumnReader:
 
     def _count(self, count: int) -> None:
         self.bytes_read += count
-        check_size(self.path, self.bytes_read)
-        check_ratio(self.path, self.bytes_read, self.path.stat().st_size)
+        check_size(self.source.path, self.bytes_read)
+        check_ratio(self.source.path, self.bytes_read, self.source.path.stat().st_size)
 
     def _joined(
         self, batches: Sequence[pa.RecordBatch], names: Sequence[str]
     ) -> dict[str, pa.ChunkedArray]:
         """The columns of all batches; DataError if the number of rows contradicts the metadata."""
-        count = sum(map(len, batches))
-        _check_row_count(self.path, self.metadata, count)
+        self.source.check_row_count(sum(map(len, batches)))
         columns = {}
         for name in names:
             chunks = [batch.column(name) for batch in batches]
-            arrow_type = self.types[name]
+            arrow_type = self.source.schema.field(name).type
             if chunks:
                 arrow_type = chunks[0].type  # it may be dictionary-encoded
             columns[name] = pa.chunked_array(chunks, arrow_type)
         return columns
 
 
-def _rows_a_batch(metadata: pq.FileMetaData, names: Sequence[str]) -> dict[str, int]:
+def _rows_a_batch(source: ParquetFile, names: Sequence[str]) -> dict[str, int]:
     """The number of rows in a batch of lists, by column, from the numbers of values in the
     metadata.
     """
-    values = dict.fromkeys(names, 0)
-    for chunk in _column_chunks(metadata):
-        name = _column_of(chunk.path_in_schema, values)
-        if name is not None:
-            values[name] += chunk.num_values
-    return {name: _rows_of_values(metadata, count) for name, count in values.items()}
+    values = Counter(dict.fromkeys(names, 0))
+    for chunk in source.chunks(names):
+        values[_column_of(chunk.path_in_schema, values)] += chunk.num_values
+    batch_rows = {}
+    for name, count in values.items():
+        bytes_a_row = max(1, 8 * count // max(1, source.metadata.num_rows))
+        batch_rows[name] = min(FIXED_ROWS, max(1, BATCH_BYTES // bytes_a_row))
+    return batch_rows
 
 
-def _rows_of_values(metadata: pq.FileMetaData, values: int) -> int:
-    bytes_a_row = max(1, 8 * values // max(1, metadata.num_rows))
-    return int(min(FIXED_ROWS, max(1, BATCH_BYTES // bytes_a_row)))
-
-
-def _column_chunks(metadata: pq.FileMetaData) -> Iterator[pq.ColumnChunkMetaData]:
-    """The metadata of all columns in all row groups."""
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        for index in range(metadata.num_columns):
-            yield group.column(index)
-
-
-def _column_of(path: str, names: Collection[str]) -> str | None:
-    """The column to which a stored column belongs; None if it belongs to none of ``names``.
+def _column_of(path: str, names: Collection[str]) -> str:
+    """The column to which a stored column belongs; "" if it belongs to none of ``names``.
 
     >>> _column_of("a.list.element", {"a", "b"}), _column_of("c", {"a", "b"})
-    ('a', None)
+    ('a', '')
     """
     end = len(path)
     while end > 0:
         if path[:end] in names:
             return path[:end]
         end = path.rfind(".", 0, end)
-    return None
+    return ""
 
 
 def _has_fixed_width(arrow_type: pa.DataType) -> bool:
@@ -312,44 +389,6 @@ def _has_fixed_width(arrow_type: pa.DataType) -> bool:
         return arrow_type.list_size <= 4096 and _has_fixed_width(arrow_type.value_type)
     is_number = types.is_primitive(arrow_type) or types.is_decimal(arrow_type)
     return bool(is_number or types.is_null(arrow_type))
-
-
-def checked_metadata(path: Path) -> pq.FileMetaData:
-    """The metadata of a parquet file; DataError if it has too many rows, regardless of content."""
-    with file_errors(path):
-        metadata = pq.read_metadata(path)
-    groups = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
-    if metadata.num_rows != sum(groups) or min(groups, default=0) < 0:
-        raise DataError(
-            f"{path} claims to hold {metadata.num_rows:,} rows, but its parts hold {groups}; write "
-            "it again"
-        )
-    check_size(path, metadata.num_rows * EXAMPLE_BYTES)
-    return metadata
-
-
-def _check_row_count(path: Path, metadata: pq.FileMetaData, count: int) -> None:
-    """Raise DataError if a file holds another number of rows than its metadata say."""
-    if count != metadata.num_rows:
-        raise DataError(
-            f"{path} claims to hold {metadata.num_rows:,} rows, but holds {count:,}; write it again"
-        )
-
-
-def check_column_sizes(path: Path, metadata: pq.FileMetaData, names: Sequence[str]) -> None:
-    """Raise DataError for columns whose claimed size is implausible for the size of the file.
-
-    names: paths of columns, including all columns below a path.
-    """
-    columns = set(names)
-    sizes = [
-        chunk.total_uncompressed_size
-        for chunk in _column_chunks(metadata)
-        if _column_of(chunk.path_in_schema, columns) is not None
-    ]
-    if min(sizes, default=0) < 0:
-        raise DataError(f"{path} claims that a column holds {min(sizes)} bytes; write it again")
-    check_ratio(path, sum(sizes), path.stat().st_size)
 
 
 # Columns of encoded images, which are read a few rows at a time.
@@ -362,25 +401,24 @@ bytes.
 """
 
 
-def _labelled_images(path: Path, image: str, label: str) -> Iterator[LabelledImage]:
+def _labelled_images(source: ParquetFile, image: str, label: str) -> Iterator[LabelledImage]:
     """Each row's encoded image and label, from one file."""
-    metadata = checked_metadata(path)
-    schema = pq.read_schema(path)
-    in_file = stored_names(schema)
+    in_file = stored_names(source.schema)
     image = in_file.get(image, image)
     label = in_file.get(label, label)
-    _check_label_column(path, schema, label)
-    names = [*_image_parts(path, schema, image), label]
-    check_column_sizes(path, metadata, names)
+    _check_label_column(source, label)
+    parts = _image_parts(source, image)
+    names = [*parts, label]
+    source.check_sizes(names)
 
-    image_type = schema.field(image).type
-    stored_bytes = path.stat().st_size
+    image_type = source.schema.field(image).type
+    stored_bytes = source.path.stat().st_size
     batch_size = IMAGES_AT_ONCE
-    if _has_dictionary(metadata, names[:-1]):
+    if any(chunk.has_dictionary_page for chunk in source.chunks(parts)):
         batch_size = 1
     count = 0
     unpacked = 0
-    with pq.ParquetFile(path, buffer_size=PAGE_BUFFER, pre_buffer=False) as file:
+    with source.opened() as file:
         for batch in file.iter_batches(batch_size=batch_size, columns=names, use_threads=False):
             images = [
                 _encoded_image(value, image_type) for value in batch.column(image).to_pylist()
@@ -388,17 +426,9 @@ def _labelled_images(path: Path, image: str, label: str) -> Iterator[LabelledIma
             labels = batch.column(label).to_pylist()
             count += len(images)
             unpacked += sum(len((encoded or {}).get("bytes") or b"") for encoded in images)
-            check_ratio(path, unpacked, stored_bytes)
+            check_ratio(source.path, unpacked, stored_bytes)
             yield from starmap(LabelledImage, zip(images, labels, strict=True))
-    _check_row_count(path, metadata, count)
-
-
-def _has_dictionary(metadata: pq.FileMetaData, columns: Sequence[str]) -> bool:
-    """Whether a file stores some of the columns as references to distinct values."""
-    return any(
-        chunk.path_in_schema in columns and chunk.has_dictionary_page
-        for chunk in _column_chunks(metadata)
-    )
+    source.check_row_count(count)
 
 
 def _encoded_image(value: Any, arrow_type: pa.DataType) -> dict[str, Any] | None:
@@ -410,12 +440,12 @@ def _encoded_image(value: Any, arrow_type: pa.DataType) -> dict[str, Any] | None
     return {"path": value}
 
 
-def _image_parts(path: Path, schema: pa.Schema, name: str) -> list[str]:
+def _image_parts(source: ParquetFile, name: str) -> list[str]:
     """The columns that contain images, or the parts of such a column: bytes, or paths of files.
 
     Raises DataError for other types.
     """
-    arrow_type = _column_type(path, schema, name)
+    arrow_type = source.column_type(name)
     if pa.types.is_struct(arrow_type):
         fields = [arrow_type.field(index) for index in range(arrow_type.num_fields)]
         parts = [
@@ -429,31 +459,21 @@ def _image_parts(path: Path, schema: pa.Schema, name: str) -> list[str]:
     elif holds_bytes(arrow_type) or holds_text(arrow_type):
         return [name]
     raise DataError(
-        f"{path}: column {name!r} holds {str(arrow_type)[:100]}, not encoded images; write the "
-        "file again with encoded images"
+        f"{source.path}: column {name!r} holds {str(arrow_type)[:100]}, not encoded images; write "
+        "the file again with encoded images"
     )
 
 
-def _check_label_column(path: Path, schema: pa.Schema, name: str) -> None:
+def _check_label_column(source: ParquetFile, name: str) -> None:
     """Raise DataError for a column that holds neither numbers nor names."""
-    arrow_type = _column_type(path, schema, name)
+    arrow_type = source.column_type(name)
     if pa.types.is_dictionary(arrow_type):
         arrow_type = arrow_type.value_type
     if not (holds_numbers(arrow_type) or holds_text(arrow_type) or pa.types.is_null(arrow_type)):
         raise DataError(
-            f"{path}: column {name!r} holds {str(arrow_type)[:100]}, not class ids or names; set "
-            "data.label_column"
+            f"{source.path}: column {name!r} holds {str(arrow_type)[:100]}, not class ids or "
+            "names; set data.label_column"
         )
-
-
-def _column_type(path: Path, schema: pa.Schema, name: str) -> pa.DataType:
-    count = len(schema.get_all_field_indices(name))
-    if count != 1:
-        raise DataError(
-            f"{path} must have exactly one column {name!r}, like the first file of its split, but "
-            f"has {count}; write it again"
-        )
-    return schema.field(name).type
 
 
 # CSV files: separators, missing values, and values that are not numbers.
@@ -486,20 +506,23 @@ class CsvFrame(FileFrame):
                 fields.setdefault(field.name, []).append(field)
         return pa.schema([_common_field(candidates) for candidates in fields.values()])
 
-    def read(self, names: Sequence[str], *, optional: bool = False) -> pa.Table:
-        """Some columns of all files; DataError if a file lacks a column, or if types differ."""
-        in_files = [name for name in names if name != FILE]
-        tables = []
+    def check_complete(self, names: Sequence[str]) -> None:
+        """Raise DataError if a file lacks one of the columns. Otherwise, its values are missing."""
         for path, table in zip(self.files, self._tables, strict=True):
-            present = [name for name in in_files if name in table.column_names]
-            absent = [name for name in in_files if name not in present]
-            if absent and not optional:
+            absent = [name for name in names if name not in (FILE, *table.column_names)]
+            if absent:
                 raise DataError(
                     f"{path} has no column {absent[0]!r}, unlike other files of its split; add the "
                     "column, or list the columns to read in data.columns"
                 )
+
+    def _tables_of_files(self, names: Sequence[str]) -> list[pa.Table]:
+        """Those of the columns that a file has, for each file."""
+        tables = []
+        for table in self._tables:
+            present = [name for name in names if name in table.column_names]
             tables.append(table.select(present))
-        return self.joined(tables, names)
+        return tables
 
     def missing_text_at(self, name: str, row: int) -> str:
         """The text that denotes the missing value in a row, such as "NA"; empty for an empty field.
@@ -548,7 +571,7 @@ def csv_table(path: Path, options: ReadingOptions = DEFAULT_OPTIONS) -> pa.Table
                 raise DataError(
                     f"{path}, column {field.name!r}, is not in UTF-8; save the file as CSV in UTF-8"
                 )
-        table = _with_quoted_names(path, separator, options, table)
+        table = _with_quoted_texts(path, separator, options, table)
     return with_strays(str(path), table.rename_columns(names))
 
 
@@ -577,7 +600,7 @@ def _separator(path: Path) -> str:
     return max(SEPARATORS, key=without_quoted.count)
 
 
-def _with_quoted_names(
+def _with_quoted_texts(
     path: Path, separator: str, options: ReadingOptions, table: pa.Table
 ) -> pa.Table:
     """The table in which quoted texts such as "None" or "NA" are not missing in columns of texts.
@@ -610,18 +633,24 @@ def _common_field(fields: Sequence[pa.Field]) -> pa.Field:
     """The field of a column in several files: a type that fits all files, or else the first file's
     type, with the first stray value.
     """
+    arrow_type = _common_type([field.type for field in fields]) or fields[0].type
+    metadata = next((field.metadata for field in fields if field.metadata), None)
+    return pa.field(fields[0].name, arrow_type, metadata=metadata)
+
+
+def _common_type(types: Iterable[pa.DataType]) -> pa.DataType | None:
+    """A type that fits values of all the types, or None."""
+    schemas = [pa.schema([("", arrow_type)]) for arrow_type in types]
     try:
-        schemas = [pa.schema([field]) for field in fields]
-        field = pa.unify_schemas(schemas, promote_options="permissive").field(0)
-    except pa.ArrowTypeError:
-        field = fields[0]
-    return field.with_metadata(next((f.metadata for f in fields if f.metadata), None))
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
+        return None
 
 
 # Tables of several files.
 
 
-def _conflict(tables: Sequence[pa.Table], files: Sequence[Path]) -> str:
+def _conflict_between_files(tables: Sequence[pa.Table], files: Sequence[Path]) -> str:
     """The message about a column whose type differs in a later file, or ""."""
     first: dict[str, tuple[str, pa.DataType]] = {}
     for path, table in zip(files, tables, strict=True):
@@ -629,18 +658,9 @@ def _conflict(tables: Sequence[pa.Table], files: Sequence[Path]) -> str:
             where, first_type = first.setdefault(field.name, (path.name, field.type))
             if pa.types.is_null(first_type):
                 first[field.name] = (path.name, field.type)
-            elif not _have_common_type(first_type, field.type):
+            elif _common_type([first_type, field.type]) is None:
                 return type_conflict(str(path), field.name, field.type, where, first_type)
     return ""
-
-
-def _have_common_type(arrow_type: pa.DataType, other: pa.DataType) -> bool:
-    try:
-        schemas = [pa.schema([("", arrow_type)]), pa.schema([("", other)])]
-        pa.unify_schemas(schemas, promote_options="permissive")
-    except (pa.ArrowTypeError, pa.ArrowInvalid):
-        return False
-    return True
 
 
 def with_missing(table: pa.Table, values: Sequence[str | int | float]) -> pa.Table:
@@ -662,9 +682,8 @@ def with_missing(table: pa.Table, values: Sequence[str | int | float]) -> pa.Tab
     return table
 
 
-def single_file(files: Iterable[Path]) -> Path | None:
-    """The file if there is only one, else None."""
-    paths = list(files)
-    if len(paths) != 1:
-        return None
-    return paths[0]
+def name_of_files(files: Collection[Path], name: Path | str) -> str:
+    """The name of data in messages: the file if there is only one, else ``name``."""
+    if len(files) != 1:
+        return str(name)
+    return str(next(iter(files)))

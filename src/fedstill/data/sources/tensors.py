@@ -35,17 +35,17 @@ from fedstill.data.sources.images import (
     Pictures,
     check_broken,
     check_single_page,
+    decode_images,
     decoding_errors,
-    read_rows,
 )
 from fedstill.data.sources.tables import LabelledImage
 from fedstill.data.sources.verification import (
     ambiguous_channels,
     check_channels,
     check_labels,
-    check_whole,
-    completed,
+    check_whole_labels,
     unusual_scale,
+    verified_with_test_split,
 )
 
 Array = Tensor | NDArray[Any]
@@ -246,7 +246,7 @@ def dataset_of_pairs(name: str, data: ClientPairs, fields: TensorFields) -> Data
     classes = None
     if fields.classes is not None and len(fields.classes):
         classes = tuple(map(str, fields.classes))
-    decoded = completed(name, Decoded(splits, classes, about=about))
+    decoded = verified_with_test_split(name, Decoded(splits, classes, about=about))
     return as_dataset(name, decoded, fields.mean, fields.std)
 
 
@@ -436,7 +436,7 @@ class TorchItems:
                 items = self._arrays(count)
         labels = np.asarray(items.labels)
         if labels.dtype.kind == "f":
-            check_whole(self.part, labels)
+            check_whole_labels(self.part, labels)
             labels = labels.astype(np.int64)
         warnings = items.warnings
         if changes:
@@ -478,7 +478,7 @@ class TorchItems:
                 labels.append(self._label(index, label))
                 yield LabelledImage(self._loaded(index, picture), 0)
 
-        rows = read_rows(Pictures(self.part, self.request, count), labelled_images())
+        rows = decode_images(Pictures(self.part, self.request, count), labelled_images())
         check_broken(self.part, rows.broken, can_skip=False)
         warnings = image_warnings(self.part, {"train": rows})
         return ItemsRead(rows.images, np.array(labels), tuple(warnings))

@@ -8,7 +8,6 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +18,9 @@ from fedstill.core.fields import nfc
 from fedstill.core.stream import tasks_of_times
 from fedstill.data.dataset import (
     DEFAULT_OPTIONS,
+    IMAGE_INFO,
     PLURALS,
+    DatasetInfo,
     Decoded,
     Digests,
     ReadingOptions,
@@ -69,14 +70,17 @@ class RawSplit:
     values: NDArray[Any]
     labels: Sequence[int | str]
     owners: NDArray[np.int64] | None = None
+    notes: tuple[str, ...] = ()
+    """Notes on rows that were left out."""
 
 
 def decoded_with_class_ids(
-    splits: Mapping[str, RawSplit], names: tuple[str, ...] | None
+    splits: Mapping[str, RawSplit], names: tuple[str, ...] | None, info: DatasetInfo = IMAGE_INFO
 ) -> Decoded:
     """Convert the labels of splits to class ids; names get ids in alphabetical order.
 
-    names: the class names that a file declares for ids.
+    names: the class names that a file declares for ids. info: the description of the data, without
+    the notes of the splits.
     """
     classes = {label for split in splits.values() for label in split.labels}
     if any(isinstance(label, str) for label in classes):
@@ -90,7 +94,8 @@ def decoded_with_class_ids(
     for name, split in splits.items():
         labels = np.array([ids[label] for label in split.labels], dtype=np.int64)
         decoded[name] = Split(split.values, labels, split.owners)
-    return Decoded(decoded, names)
+        info = info.with_notes(*split.notes)
+    return Decoded(decoded, names, about=info)
 
 
 # Labels in arrays of NumPy.
@@ -112,7 +117,7 @@ def check_labels(part: str, labels: NDArray[Any], count: int) -> None:
             "then pass ids and classes=names"
         )
     if labels.dtype.kind == "f":
-        check_whole(part, labels)
+        check_whole_labels(part, labels)
         raise DataError(
             f"{problem}; use labels.astype('int64') for an array, or labels.long() for a tensor"
         )
@@ -127,7 +132,7 @@ def _shape_remedy(labels: NDArray[Any], count: int) -> str:
     return "; use one label per example"
 
 
-def check_whole(part: str, labels: NDArray[Any]) -> None:
+def check_whole_labels(part: str, labels: NDArray[Any]) -> None:
     """Raise DataError for labels with fractions, and for labels that are missing or infinite."""
     is_finite = np.isfinite(labels)
     fractions = np.flatnonzero(is_finite & (labels != np.round(labels)))
@@ -203,7 +208,7 @@ def hold_out(
             "no test split: a fifth of the training split is held out; the split 'validation' is "
             "not used"
         )
-    return replace(data, splits=splits, about=data.about.with_warnings(*warnings))
+    return replace(data, splits=splits).with_warnings(*warnings)
 
 
 def _untested_classes_warning(
@@ -249,7 +254,7 @@ HASHED_IMAGES = 4096
 """The number of images that are hashed at once, so that a large data set is not copied."""
 
 
-def completed(
+def verified_with_test_split(
     name: str,
     data: Decoded,
     options: ReadingOptions = DEFAULT_OPTIONS,
@@ -257,23 +262,21 @@ def completed(
     *,
     in_place: bool = False,
 ) -> Decoded:
-    """The verified data with a test split, for which a fifth is held out if there is none.
+    """Check the data, and return them with class names and with splits in order.
+
+    Without a test split, a fifth of the training split is held out. All data need a training split,
+    equal shapes, and labels that are class ids. A known data set must also have its known sizes,
+    shape, class names and, if recorded, checksums. Raises DataError for the first check that fails.
 
     options, in_place: as for ``hold_out``. entry: the facts about a known data set.
     """
-    if "train" in data.splits:
-        data = hold_out(name, data, options, in_place=in_place)
-    return verified(name, data, entry)
-
-
-def verified(name: str, data: Decoded, entry: KnownData | None = None) -> Decoded:
-    """Check the data, and return them with class names and with splits in order.
-
-    All data need a train and a test split, equal shapes, and labels that are class ids. A known
-    data set must also have its known sizes, shape, class names and, if recorded, checksums. Raises
-    DataError for the first check that fails.
-    """
-    _check_splits(name, data)
+    if "train" not in data.splits:
+        raise DataError(
+            f"{name} has no train split (it has {', '.join(data.splits) or 'none'}); add train "
+            "files"
+        )
+    data = hold_out(name, data, options, in_place=in_place)
+    _check_label_counts(name, data)
     classes = _classes(name, data, entry)
     _check_shapes(name, data)
     for split, arrays in data.splits.items():
@@ -304,13 +307,7 @@ def image_digests(split: Split) -> Digests:
     return Digests(pixels.hexdigest(), labels.hexdigest())
 
 
-def _check_splits(name: str, data: Decoded) -> None:
-    for split in ("train", "test"):
-        if split not in data.splits:
-            raise DataError(
-                f"{name} has no {split} split (it has {', '.join(data.splits) or 'none'}); add "
-                f"{split} files"
-            )
+def _check_label_counts(name: str, data: Decoded) -> None:
     for split, arrays in data.splits.items():
         if len(arrays.values) != len(arrays.labels):
             raise DataError(
@@ -451,9 +448,9 @@ def _channel_axis(shape: tuple[int, ...]) -> Literal["first", "last", "unclear"]
     return "last"
 
 
-def _elongation(side: int, other: int) -> Fraction:
+def _elongation(side: int, other: int) -> float:
     """The longer of two sides, divided by the shorter one."""
-    return Fraction(max(side, other), max(1, min(side, other)))
+    return max(side, other) / max(1, min(side, other))
 
 
 MAX_SCALED_PIXEL = 3.0
