@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from fedstill.config.named_tables import NAMED
 from fedstill.config.tables import StreamTable, TopKeys, record_tables
-from fedstill.config.validation import Table, descriptions, schema_of_record
+from fedstill.config.validation import Table, key_descriptions, schema_of_record
 from fedstill.core.descriptions import sentences
 from fedstill.core.records import Plan
 
@@ -50,7 +50,7 @@ def sections() -> Iterator[Section]:
         heading = f"`[{name}]`"
         if name in NAMED:
             heading += f", beside `{NAMED[name].key}` and its fields"
-        yield Section(heading, _about(model), model, descriptions(model))
+        yield Section(heading, _about(model), model, key_descriptions(model))
     yield _of_record("`[plan]` and `[plan.STAGE]`", Plan)
 
 

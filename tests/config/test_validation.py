@@ -22,7 +22,7 @@ from fedstill.config.validation import (
     PackageTable,
     WrongConfig,
     defaults_of,
-    descriptions,
+    key_descriptions,
     keys_of,
     schema_of,
     schema_of_record,
@@ -122,5 +122,5 @@ def test_a_value_of_another_type_is_answered_with_the_legal_one(value: Any, hint
 
 def test_every_key_is_described() -> None:
     for table in record_tables().values():
-        for key, description in descriptions(table).items():
+        for key, description in key_descriptions(table).items():
             assert description.endswith("."), key

@@ -473,7 +473,7 @@ def test_a_site_reveals_once_and_masks_one_model_only(tmp_path: Path) -> None:
     }
     assert "two sums would reveal a single model" in server.reveal(0, (0, 1)).failure
     assert as_bytes(server.reveal(0).content.tensors("sum.revealed"), KEY) == revealed[0]
-    made = Masking.of(server.settings.table(Privacy), server.settings.method)
+    made = Masking.of(server.settings.package_table(Privacy), server.settings.method)
     assert made is not None
     of, numbers = (
         made.new_sum(STAGE, STAGE.clients, "abc"),

@@ -274,7 +274,7 @@ def test_rounds_are_not_gone_through_again(tmp_path: Path) -> None:
 
 def test_a_threshold_of_one_s_own() -> None:
     settings = resolve(secret(privacy={**ON, "secure_threshold": 0.8}))
-    made = Masking.of(settings.table(Privacy), settings.method)
+    made = Masking.of(settings.package_table(Privacy), settings.method)
     assert made is not None
     stage = settings.schedule(1, prepare(settings, toys.blobs()).world)[0]
     assert made.new_sum(stage, range(10)).threshold == 9

@@ -211,7 +211,9 @@ def budget(method: str = "hiper_fedkd", **changes: object) -> Budget:
             {"data.name": "blobs", **changes}, "test"
         )
     )
-    return Budget(settings.table(Privacy), settings.schedule, prepare(settings, toys.blobs()).world)
+    return Budget(
+        settings.package_table(Privacy), settings.schedule, prepare(settings, toys.blobs()).world
+    )
 
 
 LOCAL = Stage(1, 0, "local", (0, 1, 2, 3))

@@ -310,7 +310,9 @@ def test_at_a_site_each_step_counts_with_the_rate_that_it_had(tmp_path: Path) ->
     """Data that grow make later steps cheaper, and not those that were trained before."""
     n, plan, true = [200], Plan(epochs=2, batch=100), Counter[float]()
     private = Privacy(gradient_clip=1.0, gradient_noise=1.0, epsilon=11.0, delta=1e-5)
-    settings = SimpleNamespace(plans={"train": plan}, table=lambda kind: private, on_sites=True)
+    settings = SimpleNamespace(
+        plans={"train": plan}, package_table=lambda kind: private, on_sites=True
+    )
     ready: Any = SimpleNamespace(
         settings=settings, sites=SimpleNamespace(training_size=lambda client, stage: n[0])
     )

@@ -333,7 +333,7 @@ def test_the_client_trains_in_no_new_round(
     name: str, original: OriginalRun, tmp_path: Path
 ) -> None:
     new = unlearned(original, name, tmp_path / "new")
-    table = OriginalRun.of(new.result.directory, toys.blobs()).settings.tables["unlearning"].table
+    table = OriginalRun.of(new.result.directory, toys.blobs()).settings.packages["unlearning"].table
     stages = {
         event["name"]
         for event in read_journal(new.result.directory / "journal.jsonl")

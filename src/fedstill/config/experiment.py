@@ -99,10 +99,8 @@ class Experiment(TopKeys):
         """A table as a mapping. A name alone becomes {key: name}; a Python object is replaced by
         its name. Raises ConfigError for a value that is not a table.
         """
-        value = getattr(self, name)
-        if has_object(name, value):
-            value = with_object_name(name, value)
-        value = _as_table(name, value)
+        value = _with_object_name(name, getattr(self, name))
+        value = _with_name_as_table(name, value)
         if not isinstance(value, Mapping):
             raise _not_a_table(name, value)
         return dict(value)
@@ -129,7 +127,7 @@ class Experiment(TopKeys):
             names_object = is_name(key) and key != "data.name"
             if names_object and isinstance(values[key], str):
                 table = key.partition(".")[0]
-                tree[table] = self._with_other_name(table, values[key])
+                tree[table] = self._renamed(table, values[key])
             else:
                 _set(tree, key, values[key])
         origins = {**self.origins, **dict.fromkeys(leaf_keys(values), source)}
@@ -138,7 +136,7 @@ class Experiment(TopKeys):
             origins.pop("engine_reason", None)
         return from_tree(tree, origins, self.base)
 
-    def _with_other_name(self, table: str, name: str) -> str | dict[str, Any]:
+    def _renamed(self, table: str, name: str) -> str | dict[str, Any]:
         """A table with another name, or with the same one again."""
         if not isinstance(getattr(self, table), (str, Mapping)):
             return name  # an object is replaced, with its fields
@@ -157,9 +155,15 @@ def load(file: Path | str | None, overrides: tuple[str, ...] = ()) -> Experiment
     directory. Raises ConfigError for a file that cannot be read or is not TOML, and for texts that
     are not overrides.
     """
-    if file is None:
-        return Experiment().with_values(parse_overrides(overrides), COMMAND_LINE)
-    path = named_path(file)
+    experiment = Experiment()
+    if file is not None:
+        experiment = _experiment_in(named_path(file))
+    values = with_working_directory_paths(parse_overrides(overrides), experiment.base)
+    return experiment.with_values(values, COMMAND_LINE)
+
+
+def _experiment_in(path: Path) -> Experiment:
+    """The experiment in a TOML file. Raises ConfigError if it cannot be read or is not TOML."""
     try:
         content = read_file(path)
     except OSError as error:
@@ -171,11 +175,7 @@ def load(file: Path | str | None, overrides: tuple[str, ...] = ()) -> Experiment
         raise invalid_file(path, content, str(error)) from error
 
     origin = Origin(path.name, content.decode("utf-8-sig", "replace"))
-    experiment = from_tree(tree, dict.fromkeys(_dotted_keys(tree), origin), path.parent)
-    if not overrides:
-        return experiment
-    values = with_working_directory_paths(parse_overrides(overrides), path.parent)
-    return experiment.with_values(values, COMMAND_LINE)
+    return from_tree(tree, dict.fromkeys(_dotted_keys(tree), origin), path.parent)
 
 
 def from_tree(tree: Mapping[str, Any], origins: Origins, base: Path | None) -> Experiment:
@@ -199,7 +199,7 @@ def check_is_experiment(value: object) -> None:
     )
 
 
-def _as_table(name: str, value: Any) -> Any:
+def _with_name_as_table(name: str, value: Any) -> Any:
     """A table as a mapping. A name alone becomes {key: name}; other values are returned as they
     are.
     """
@@ -228,7 +228,7 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     for depth, name in enumerate(table_names):
         inner = table.get(name, {})
         if depth == 0:
-            inner = _as_table(name, inner)
+            inner = _with_name_as_table(name, inner)
         if not isinstance(inner, Mapping):
             above = ".".join(table_names[: depth + 1])
             raise ConfigError(
@@ -280,22 +280,23 @@ class Copies:
         return copy.deepcopy(self.network)
 
 
-def has_object(table: str, value: Any) -> bool:
-    """Whether a table is an object that Python handed over, or has one in the place of its name."""
+def _with_object_name(table: str, value: Any) -> Any:
+    """A table in which an object stands by its name. A method's fields become the table's; values
+    without an object are returned as they are.
+    """
     if table not in OBJECT_TABLES:
-        return False
-    if isinstance(value, Mapping):
-        value = value.get(NAME_KEYS[table])
-    return callable(value) or isinstance(value, Method)
-
-
-def with_object_name(table: str, value: Any) -> dict[str, Any]:
-    """The table in which an object stands by its name. A method's fields become the table's."""
+        return value
     key = NAME_KEYS[table]
+    handed_over = value
+    if isinstance(value, Mapping):
+        handed_over = value.get(key)
+    if not callable(handed_over) and not isinstance(handed_over, Method):
+        return value
+
     if isinstance(value, Method):
         return {key: name_for(table, type(value)), **plain_value(as_table(value))}
     if isinstance(value, Mapping):
-        return {**value, key: name_for(table, value[key])}
+        return {**value, key: name_for(table, handed_over)}
     return {key: name_for(table, value)}
 
 

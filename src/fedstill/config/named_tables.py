@@ -280,7 +280,7 @@ class ClientNetwork:
 class InTurn:
     """Client 0 has the first network, client 1 the second, and so on, again and again."""
 
-    networks: Sequence[ClientNetwork] = ()
+    networks: Sequence[ClientNetwork]
     """Empty if all clients have the server's network."""
 
     @property

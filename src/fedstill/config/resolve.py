@@ -104,9 +104,9 @@ def _resolved(parts: Parts) -> Settings:
         data=parts.data,
         named=NamedTables(
             method=parts.named_method,
-            model=parts.model,
-            partition=parts.partition,
-            topology=parts.topology,
+            model=parts.named_model,
+            partition=parts.named_partition,
+            topology=parts.named_topology,
             stream=parts.stream.named,
         ),
         clients=parts.clients,
@@ -115,7 +115,7 @@ def _resolved(parts: Parts) -> Settings:
         flower=parts.flower,
         stream=parts.stream.table,
         stop=parts.stop,
-        tables=parts.packages,
+        packages=parts.packages,
         plans=parts.plans,
         schedule=parts.schedule,
         origins=parts.experiment.origins,
@@ -272,7 +272,7 @@ class Parts:
         return networks
 
     @cached_property
-    def topology(self) -> Named:
+    def named_topology(self) -> Named:
         """The topology that ``[topology]`` names, by default the method's."""
         return read_named(
             "topology",
@@ -283,12 +283,12 @@ class Parts:
         )
 
     @cached_property
-    def partition(self) -> Named:
+    def named_partition(self) -> Named:
         """The partition that ``[partition]`` names."""
         return read_named("partition", self.experiment.table("partition"), self.base)
 
     @cached_property
-    def model(self) -> Named:
+    def named_model(self) -> Named:
         """The server's network that ``[model]`` names, by default one for the kind of data."""
         default_name = default_model(self.experiment, self.data, self.flower)
         return read_named("model", self.experiment.table("model"), self.base, default_name)
@@ -312,7 +312,7 @@ class Parts:
     def plans(self) -> dict[str, Plan]:
         """The plan of each stage: the values of ``[plan]`` over the defaults of the method."""
         rounds = self.stream.table.longest(self.top.rounds)
-        defaults = default_plans(self.method, self.topology)
+        defaults = default_plans(self.method, self.named_topology)
         for table in self.packages.values():
             defaults |= table.stage_plans
         return self.plan_table.resolved(defaults, rounds)
@@ -322,7 +322,7 @@ class Parts:
         """The stages of all rounds, with the changes of outer packages."""
         schedule = schedule_of(
             self.method,
-            self.topology.build(),
+            self.named_topology.build(),
             self.stream.named.name,
             self.plans,
             self._round_tests,

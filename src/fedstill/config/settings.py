@@ -67,7 +67,7 @@ class Settings(TopKeys):
     flower: FlowerTable
     stream: StreamTable
     stop: StopTable
-    tables: Mapping[str, PackageTable]
+    packages: Mapping[str, PackageTable]
     """The tables of outer packages, by name."""
     plans: Mapping[str, Plan]
     """The plan of each stage."""
@@ -75,9 +75,9 @@ class Settings(TopKeys):
     origins: Origins
     """Where the values came from, by dotted key."""
 
-    def table(self, kind: type[OfPackage]) -> OfPackage:
+    def package_table(self, kind: type[OfPackage]) -> OfPackage:
         """The table of an outer package, by its class."""
-        return next(table for table in self.tables.values() if isinstance(table, kind))
+        return next(table for table in self.packages.values() if isinstance(table, kind))
 
     @property
     def method(self) -> Method:
@@ -95,12 +95,12 @@ class Settings(TopKeys):
     @property
     def exchange_each_round(self) -> bool:
         """Whether every round is a complete exchange between clients."""
-        return any(table.exchange_each_round for table in self.tables.values())
+        return any(table.exchange_each_round for table in self.packages.values())
 
     @property
     def hides_client_models(self) -> bool:
         """Whether the models of single clients are hidden from the server."""
-        return any(table.hides_client_models for table in self.tables.values())
+        return any(table.hides_client_models for table in self.packages.values())
 
     @property
     def rules(self) -> Rules:
@@ -171,7 +171,9 @@ class Settings(TopKeys):
             "stop": self.stop.table,
             "plan": {name: as_table(plan) for name, plan in self.plans.items()},
         }
-        outer = {name: table.table for name, table in self.tables.items() if not table.is_optional}
+        outer = {
+            name: table.table for name, table in self.packages.items() if not table.is_optional
+        }
         tables = with_package_tables(tables, outer)
         if self.engine != "flower":
             del tables["flower"]

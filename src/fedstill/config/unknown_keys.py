@@ -197,7 +197,7 @@ class UnknownKey:
 
     def _keys_elsewhere(self, word: str) -> list[str]:
         """The dotted keys of other tables that end with a word, or that it is a synonym for."""
-        keys = list(self._keys_by_last_part.get(word, ()))
+        keys = list(self._all_keys.get(word, ()))
         is_table = word in NAMED or word in record_tables()
         if word in SYNONYMS and (is_table or not keys):
             keys = [SYNONYMS[word]]
@@ -205,7 +205,7 @@ class UnknownKey:
 
     def _similar_elsewhere(self) -> list[str]:
         """The keys of other tables that are most similar to this one."""
-        words = {**self._keys_by_last_part, **SYNONYMS}
+        words = {**self._all_keys, **SYNONYMS}
         similar = difflib.get_close_matches(self.path.key, words, n=1, cutoff=SIMILARITY)
         return [key for word in similar for key in self._keys_elsewhere(word)]
 
@@ -280,7 +280,8 @@ class UnknownKey:
         return self.experiment.base
 
     @cached_property
-    def _keys_by_last_part(self) -> Mapping[str, Sequence[str]]:
+    def _all_keys(self) -> Mapping[str, Sequence[str]]:
+        """All dotted keys that the config may have, by their last part."""
         return _keys_by_last_part(self._tree, self._base)
 
     @cached_property

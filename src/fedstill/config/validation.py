@@ -297,7 +297,7 @@ def keys_of(schema: Schema) -> list[str]:
     return [field.alias or name for name, field in schema.model_fields.items()]
 
 
-def descriptions(table: type[Table]) -> dict[str, str]:
+def key_descriptions(table: type[Table]) -> dict[str, str]:
     """The description of each key of a table."""
     return {key: field.description or "" for key, field in table.model_fields.items()}
 

@@ -32,7 +32,7 @@ from fedstill.running.extensions import FACTORS
 
 def trains_privately(run: PlannedRun) -> bool:
     """Whether the run trains with DP-SGD."""
-    return run.settings.table(Privacy).trains
+    return run.settings.package_table(Privacy).trains
 
 
 def missing_opacus(run: PlannedRun) -> str:
@@ -143,7 +143,7 @@ relative to the largest number.
 
 def sums_securely(run: PlannedRun) -> bool:
     """Whether the run uses secure sums."""
-    return bool(run.settings.table(Privacy).secure_sum)
+    return bool(run.settings.package_table(Privacy).secure_sum)
 
 
 def missing_ciphers(run: PlannedRun) -> str:
@@ -217,7 +217,7 @@ def single_reports(run: PlannedRun) -> str:
 
 def uncounted_epsilon(run: PlannedRun) -> str:
     """Private training at real sites needs numbers of examples, which secure sums hide."""
-    if not (run.settings.table(Privacy).trains and run.settings.on_sites):
+    if not (run.settings.package_table(Privacy).trains and run.settings.on_sites):
         return ""
     return (
         "privacy.secure_sum: at real sites with gradient_clip, the server cannot count each "

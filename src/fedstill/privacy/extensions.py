@@ -45,7 +45,7 @@ from fedstill.running.standardisation import ROUNDING, Moments, SumsWork, sums_w
 def secure_sums(prepared: Prepared, folder: Path | None) -> Extensions:
     """Secure sums, if the config asks for them. ``folder``: the run's directory."""
     settings = prepared.settings
-    if not settings.table(Privacy).secure_sum:
+    if not settings.package_table(Privacy).secure_sum:
         return Extensions()
     from fedstill.privacy.secure_engine import MaskedBytes, with_masking
 
@@ -59,7 +59,7 @@ def budgets(prepared: Prepared, folder: Path | None) -> Extensions:
     """The count of what clients spend of their budget; with ``privacy.epsilon``, also the engine
     that enforces it.
     """
-    privacy = prepared.settings.table(Privacy)
+    privacy = prepared.settings.package_table(Privacy)
     if not (privacy.trains or privacy.protects_logits):
         return Extensions()
     from fedstill.privacy.extensions import Budget, TrainingBudget, WithinBudget
@@ -79,7 +79,7 @@ def client_extensions(
     """The client hooks of private training and of noise on logits. At real sites, the noise comes
     from the operating system and cannot be reproduced.
     """
-    privacy = settings.table(Privacy)
+    privacy = settings.package_table(Privacy)
     hooks: list[ClientHook] = []
     if privacy.gradient_clip is not None:
         from fedstill.privacy.private_training import Private, PrivateTraining
@@ -200,7 +200,7 @@ def noised_sums(
 
     Raises ConfigError for a column without limits, whose sums would be unbounded.
     """
-    privacy: Privacy = settings.table(Privacy)
+    privacy: Privacy = settings.package_table(Privacy)
     if not privacy.protects_logits:
         return None
     limits = settings.data.limits or {}
@@ -259,7 +259,7 @@ class TrainingBudget(Observer):
                 for client in range(settings.clients):
                     examples[stage, client] = prepared.sites.training_size(client, stage)
         return TrainingBudget(
-            privacy=settings.table(Privacy),
+            privacy=settings.package_table(Privacy),
             world=prepared.world,
             examples=examples,
             on_sites=settings.on_sites,
@@ -371,7 +371,7 @@ class Budget(Observer):
         if sums and not settings.on_sites:
             rows.update(dict.fromkeys(range(settings.clients), sums))
         return Budget(
-            privacy=settings.table(Privacy),
+            privacy=settings.package_table(Privacy),
             schedule=settings.schedule,
             world=prepared.world,
             sums=sums,

@@ -306,7 +306,7 @@ def check_config(settings: Settings) -> None:
     """Raise ConfigError for secure sums with tasks of sites, and IncompatibleMethod if the method
     sends no logits to protect.
     """
-    privacy = settings.table(Privacy)
+    privacy = settings.package_table(Privacy)
     if privacy.secure_sum and settings.sites_have_tasks:
         raise wrong_value(
             "privacy.secure_sum",

@@ -72,7 +72,7 @@ def with_masking(engine: Engine, settings: Settings, folder: Path | None = None)
 
     ``folder``: the run's directory.
     """
-    masking = Masking.of(settings.table(Privacy), settings.method)
+    masking = Masking.of(settings.package_table(Privacy), settings.method)
     if masking is None:
         return engine
     if isinstance(engine, Exchanges):

@@ -55,7 +55,7 @@ NOISED = "noised"
 
 def noise_guards(prepared: Prepared, notebook: SiteNotebook) -> tuple[SiteGuard, ...]:
     """The guards of a site's privacy, for the config that it accepted."""
-    privacy = prepared.settings.table(Privacy)
+    privacy = prepared.settings.package_table(Privacy)
     notes = NoiseNotes(notebook.folder)
     # A stage that was answered with noise stays closed, even for a new config without noise.
     guards: list[SiteGuard] = [OneNoisedAnswer(notes)]
@@ -188,7 +188,7 @@ class UploadGuard(SiteGuard):
 
     @property
     def _privacy(self) -> Privacy:
-        return self.prepared.settings.table(Privacy)
+        return self.prepared.settings.package_table(Privacy)
 
     def _expected_rows(self, request: SiteRequest, work: ClientWork) -> int:
         """The number of noised rows that are expected in a stage."""
@@ -226,7 +226,7 @@ class TrainingGuard(SiteGuard):
 
     def admit(self, request: SiteRequest, work: ClientWork) -> None:
         """Refuse training that would exceed the run's budget, according to the site's records."""
-        privacy = self.prepared.settings.table(Privacy)
+        privacy = self.prepared.settings.package_table(Privacy)
         plan = self._plan(request.stage)
         if privacy.epsilon is None or plan is None:
             return
@@ -284,7 +284,7 @@ RUNS_WITH_SUMS = "runs-with-sums.json"
 def sum_guards(prepared: Prepared, notebook: SiteNotebook) -> tuple[SiteGuard, ...]:
     """The guard of a site's model, if the config that it accepted asks for secure sums."""
     settings = prepared.settings
-    masking = Masking.of(settings.table(Privacy), settings.method)
+    masking = Masking.of(settings.package_table(Privacy), settings.method)
     if masking is None:
         return ()
     runs = None

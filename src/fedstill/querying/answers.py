@@ -101,7 +101,7 @@ def current_clients(
 def _student(prepared: Prepared, client: int, changes: ClientChanges) -> Tensors:
     """The parameters of the client's current model, from its file."""
     assert changes.student is not None
-    by_accuracy = "accuracy" in prepared.settings.table(QueryTable).triggers
+    by_accuracy = "accuracy" in prepared.settings.package_table(QueryTable).triggers
     if by_accuracy and changes.new_data is None:
         raise ConfigError(
             f"{changes.student} was trained on all data of client {client}, so its accuracy cannot "
@@ -221,7 +221,7 @@ def query_by_rule(prepared: Prepared, client: int, params: Tensors) -> dict[int,
 
 def _missing_reasons(settings: Settings) -> str:
     """Why no trigger of the settings applies to a client, in words."""
-    table = settings.table(QueryTable)
+    table = settings.package_table(QueryTable)
     share = f"{100 * (table.accuracy_under or 0):g} %"
     reasons = {
         "lack": f"it has {table.fewer_than} examples or more of each class that another client has",
@@ -410,7 +410,7 @@ def _experiment(
         "rounds": 1,
         "method": {"name": "qkt"},
         "topology": {"kind": "peer_to_peer", "students": (client,), "clients": run.clients},
-        "query": {"fewer_than": run.table(QueryTable).fewer_than, **query_keys},
+        "query": {"fewer_than": run.package_table(QueryTable).fewer_than, **query_keys},
         "plan": {FIT: as_table(run.plans[FIT])},
     }
     return from_tree(tree, {}, folder).with_values({"reuse": False, **changes}, COMMAND_LINE)

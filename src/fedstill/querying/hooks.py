@@ -209,7 +209,7 @@ class RunQueries(Observer):
         self.personal = settings.method.personal
         self._rule = world.get(QueryRule)
         self._queries = {c: tuple(query) for c, query in queries_of(world).items()}
-        if settings.table(QueryTable).by is not None and sites.split is not None:
+        if settings.package_table(QueryTable).by is not None and sites.split is not None:
             reasons = reasons_before(settings, world, sites.all_counts)
             for client, by_class in reasons.items():
                 self._why[client] = {

@@ -443,7 +443,7 @@ class QueryTable(PackageTable):
 
 def check_config(settings: Settings) -> None:
     """Raise ConfigError if queries do not fit the rounds, topology, method or stream."""
-    query = settings.table(QueryTable)
+    query = settings.package_table(QueryTable)
     if query.asks and settings.named.stream.name != NO_STREAM:
         raise ConfigError(
             "[stream] and [query] cannot be combined: both define when data arrive; leave one of "

@@ -36,7 +36,7 @@ def with_queries(settings: Settings, world: RunWorld, table: Callable[[], Tensor
     counts are unknown. It is called only if the config has queries. Raises ConfigError for a query
     that no client can answer.
     """
-    query = settings.table(QueryTable)
+    query = settings.package_table(QueryTable)
     if not query.asks:
         return world
     counts = table()
@@ -59,7 +59,7 @@ def with_known_queries(world: RunWorld, by_client: Mapping[int, tuple[int, ...]]
 
 def rule_of(settings: Settings, counts: Tensor) -> QueryRule | None:
     """The rule of a config, given label counts (clients, C); None if queries are not drawn."""
-    table = settings.table(QueryTable)
+    table = settings.package_table(QueryTable)
     if table.draw == "none":
         return None
     seed = settings.seed
@@ -85,7 +85,7 @@ def reasons_before(
     """The reasons for queries that were drawn before the run, by client and class; empty for other
     queries.
     """
-    if settings.table(QueryTable).draw == "none" or world.get(QueryRule) is not None:
+    if settings.package_table(QueryTable).draw == "none" or world.get(QueryRule) is not None:
         return {}
     counts = table()
     rule = rule_of(settings, counts)
@@ -100,7 +100,7 @@ def reasons_before(
 
 def arrival_of(settings: Settings) -> Arrival | None:
     """How the data of clients grow with the rounds; None if they do not grow."""
-    table = settings.table(QueryTable)
+    table = settings.package_table(QueryTable)
     rounds = settings.rounds
     if table.again is None:
         return None
@@ -114,7 +114,7 @@ def _in_the_run(settings: Settings) -> bool:
     """Whether clients raise their queries in the run, because they depend on more than known label
     counts.
     """
-    query = settings.table(QueryTable)
+    query = settings.package_table(QueryTable)
     return "accuracy" in query.triggers or query.again is not None or settings.on_sites
 
 

@@ -81,7 +81,7 @@ def _query_rows(
 
 def _rule_in_words(prepared: Prepared, rule: QueryRule) -> str:
     """When clients raise queries in the run, and for which classes."""
-    table = prepared.settings.table(QueryTable)
+    table = prepared.settings.package_table(QueryTable)
     triggers = " or ".join(WORDS[trigger] for trigger in rule.by)
     triggers = triggers.format(few=table.fewer_than, under=f"{table.accuracy_under or 0:g}")
     sentence = (

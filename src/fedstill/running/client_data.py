@@ -508,7 +508,7 @@ def _draw(settings: Settings, data: ClientData) -> ClientSplit:
 
 def _changed(settings: Settings, split: ClientSplit, train: Examples) -> ClientSplit:
     """The split after the changes of outer packages."""
-    for table in settings.tables.values():
+    for table in settings.packages.values():
         split = table.changed_split(split, train.labels)
     return split
 
@@ -533,7 +533,7 @@ def _without_client_tests(
 
 def _removes_examples(settings: Settings) -> bool:
     """Whether an outer package removes examples from the split."""
-    return any(table.removes_examples for table in settings.tables.values())
+    return any(table.removes_examples for table in settings.packages.values())
 
 
 def _with_client_tests(

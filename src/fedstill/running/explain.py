@@ -19,7 +19,7 @@ from fedstill.config.named_tables import NAME_KEYS, NAMED
 from fedstill.config.overrides import Origins
 from fedstill.config.settings import Settings
 from fedstill.config.tables import StreamTable, TopKeys, record_tables
-from fedstill.config.validation import descriptions
+from fedstill.config.validation import key_descriptions
 from fedstill.core import registry
 from fedstill.core.codec import encoded_parts
 from fedstill.core.descriptions import plain_sentences, sentences, summary
@@ -482,7 +482,7 @@ def key_description(settings: Settings, key: str) -> str:
     if table not in tables:
         return sentences(TopKeys).get(table, "")
     record_field, _, _ = field.partition(".")
-    return descriptions(tables[table]).get(record_field, "")
+    return key_descriptions(tables[table]).get(record_field, "")
 
 
 def _field_description(settings: Settings, table: str, field: str) -> str:
@@ -495,7 +495,7 @@ def _field_description(settings: Settings, table: str, field: str) -> str:
         return summary(entry)
     fields = plain_sentences(entry.target)
     if table == "stream":
-        fields = descriptions(StreamTable) | fields
+        fields = key_descriptions(StreamTable) | fields
     return fields.get(field, "")
 
 

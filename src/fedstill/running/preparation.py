@@ -169,7 +169,7 @@ class Prepared:
             sites=self.sites,
             schedule=self.settings.schedule,
             folder=folder,
-            tables=self.settings.tables,
+            tables=self.settings.packages,
             remembered=remembered,
         )
 

@@ -133,7 +133,7 @@ def run(  # noqa: PLR0913 - the options of the command run
         dataset = dataset_of(experiment, data)
         configured = with_data(experiment, dataset)
     settings = resolve(configured)
-    for table in settings.tables.values():
+    for table in settings.packages.values():
         table.check_new_run()
     _check_debug(debug, settings)
     place = "here"

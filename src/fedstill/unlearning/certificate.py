@@ -54,7 +54,7 @@ def write_certificate(
     exact: the directory of an exact result of the same request. Its distance to the new model is
     measured, too. backdoor: a backdoor in the forgotten data, which is tested.
     """
-    table = settings_of(folder).table(UnlearningTable)
+    table = settings_of(folder).package_table(UnlearningTable)
     certificate = {
         "fedstill": VERSION,
         "request": asdict(request),
@@ -228,7 +228,7 @@ def _check_files(folder: Path, seals: Mapping[str, str]) -> None:
 
 def _check_request(folder: Path, certificate: Mapping[str, Any]) -> None:
     """Raise CorruptFile if the run's config forgets something else, or in another way."""
-    table = settings_of(folder).table(UnlearningTable)
+    table = settings_of(folder).package_table(UnlearningTable)
     request = {key: list(ids) for key, ids in asdict(table.request).items()}
     if certificate["request"] != request:
         raise CorruptFile(
@@ -245,7 +245,7 @@ def _check_events(folder: Path, certificate: Mapping[str, Any]) -> None:
     federation, contributed to the model from which the run started.
     """
     forgotten = set(certificate["request"]["clients"]) - {SERVER}
-    table = settings_of(folder).table(UnlearningTable)
+    table = settings_of(folder).package_table(UnlearningTable)
     allowed = (table.first_round, table.rule.farewell_stage)
     for event in read_journal(folder / "journal.jsonl"):
         acts = event["event"] == "client" and event["round"] >= table.first_round

@@ -260,7 +260,7 @@ class UnlearningTable(PackageTable):
 
 def check_config(settings: Settings) -> None:
     """Raise WrongConfig for a request that a run cannot fulfil (``OuterPackage.config_checks``)."""
-    table = settings.table(UnlearningTable)
+    table = settings.package_table(UnlearningTable)
     request = table.request
     if not request:
         return

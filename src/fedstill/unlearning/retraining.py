@@ -220,4 +220,4 @@ def _is_begun(folder: Path, request: UnlearningRequest) -> bool:
     """Whether a directory holds this retraining, finished or not."""
     if not (folder / "config.toml").is_file():
         return False
-    return settings_of(folder).table(UnlearningTable).request == request
+    return settings_of(folder).package_table(UnlearningTable).request == request

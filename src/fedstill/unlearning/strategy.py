@@ -89,7 +89,7 @@ class OriginalRun:
     @property
     def earlier_request(self) -> UnlearningRequest:
         """What the run itself has forgotten, if it is the result of unlearning."""
-        return self.settings.table(UnlearningTable).request
+        return self.settings.package_table(UnlearningTable).request
 
     @cached_property
     def last_checkpoint(self) -> Restored:
