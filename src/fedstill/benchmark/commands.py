@@ -15,7 +15,6 @@ from fedstill.cli.app import (
     Grid,
     Jobs,
     Names,
-    Overwrite,
     Quiet,
     Rounds,
     Settings,
@@ -53,7 +52,7 @@ def reproduce(  # noqa: PLR0913 - the options of the command reproduce
     against: str = "",
     beside: Path | None = None,
     at: Rounds = (),
-    overwrite: Overwrite = False,
+    overwrite: Flag = False,
     quiet: Quiet = False,
 ) -> int:
     """Run a paper's table or figure and print our numbers next to the paper's; without a name, list

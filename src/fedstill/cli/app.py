@@ -65,7 +65,10 @@ _FLAG = Parameter(negative="", show_default=False)
 Names = Annotated[tuple[str, ...], _LIST, Parameter(metavar="A,B,...")]
 Seeds = Annotated[tuple[int, ...], _LIST, Parameter(metavar="1,2,...")]
 Rounds = Annotated[tuple[int, ...], _LIST, Parameter(metavar="50,100,...")]
+Numbers = Annotated[tuple[float, ...], _LIST, Parameter(metavar="10,10,...")]
+ClassTasks = Annotated[tuple[int, ...], _LIST, Parameter(metavar="0,0,1,...")]
 Grid = Annotated[tuple[str, ...], _REPEATED, Parameter(metavar="KEY=A,B,...")]
+Space = Annotated[tuple[str, ...], _REPEATED, Parameter(metavar="KEY=LOW..HIGH")]
 Settings = Annotated[
     tuple[str, ...], _REPEATED, Parameter(name=["--set", "-s"], metavar="KEY=VALUE")
 ]
@@ -79,9 +82,6 @@ Engine = Literal["serial", "pooled", "vectorised", "auto", "flower"]
 """The values of the config key ``engine``. They are repeated here to avoid importing torch; a test
 compares both.
 """
-Debug = Annotated[bool, _FLAG]
-Track = Annotated[tuple[str, ...], _LIST, Parameter(metavar="A,B,...")]
-Overwrite = Annotated[bool, _FLAG]
 Flag = Annotated[bool, _FLAG]
 Quiet = Annotated[bool, _FLAG, Parameter(name=["--quiet", "-q"])]
 

@@ -1,4 +1,6 @@
-"""Commands for several runs: compare, demo, report, forgetting, pack, unpack."""
+"""Commands for several runs, their files and tables: compare, tune, demo, report, forgetting, pack,
+unpack.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter, validators
 
 from fedstill.cli.app import (
-    Debug,
+    ClassTasks,
     Devices,
+    Flag,
     Grid,
     Jobs,
     Names,
-    Overwrite,
+    Numbers,
     Quiet,
     Seeds,
     Settings,
-    Track,
+    Space,
     say,
 )
 from fedstill.core.files import in_shell
@@ -38,9 +41,9 @@ def compare_command(  # noqa: PLR0913 - the options of the command compare
     jobs: Jobs = None,
     devices: Devices = (),
     set_: Settings = (),
-    track: Track = (),
-    overwrite: Overwrite = False,
-    debug: Debug = False,
+    track: Names = (),
+    overwrite: Flag = False,
+    debug: Flag = False,
     quiet: Quiet = False,
 ) -> int:
     """Run several methods, settings and seeds in parallel, print a table, and write a report.
@@ -94,7 +97,7 @@ def demo(
     seeds: Seeds = (1, 2, 3),
     out: Path | None = None,
     jobs: Jobs = None,
-    overwrite: Overwrite = False,
+    overwrite: Flag = False,
     quiet: Quiet = False,
 ) -> int:
     """Train FedAvg, FedProx and FedNTD on handwritten digits, unevenly distributed over 20 clients,
@@ -280,8 +283,6 @@ def _present(started: Sequence[Path], folder: Path, *, show: bool) -> None:
     screen.print(f"report: {write_files(started, folder)}", soft_wrap=True)
 
 
-Numbers = Annotated[tuple[float, ...], *Seeds.__metadata__[:1], Parameter(metavar="10,10,...")]
-ClassTasks = Annotated[tuple[int, ...], *Seeds.__metadata__[:1], Parameter(metavar="0,0,1,...")]
 MatrixUnit = Literal["percent", "share"]
 
 
@@ -306,7 +307,6 @@ def forgetting_command(
     """
     from fedstill.core.errors import ConfigError
     from fedstill.report import accuracy_matrix, terminal
-    from fedstill.report.accuracy_matrix import read_matrix, run_matrices
 
     if not matrices:
         raise ConfigError(
@@ -316,9 +316,9 @@ def forgetting_command(
     read = []
     for path in matrices:
         if path.is_dir():
-            read += run_matrices(path)
+            read += accuracy_matrix.run_matrices(path)
         else:
-            read.append(read_matrix(path, unit, initial, class_tasks))
+            read.append(accuracy_matrix.read_matrix(path, unit, initial, class_tasks))
     screen = terminal.console(sentences=True)
     for matrix in read:
         for note in matrix.notes:
@@ -341,7 +341,6 @@ def forgetting_command(
 # The command that searches for good values of hyper-parameters.
 
 
-Space = Annotated[tuple[str, ...], *Grid.__metadata__[:1], Parameter(metavar="KEY=LOW..HIGH")]
 TrialCount = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=10_000))]
 
 
@@ -385,20 +384,19 @@ def tune_command(  # noqa: PLR0913 - the options of the command tune
     from fedstill.engines.devices import check_numbers, slots_for
     from fedstill.report import setting_effects, terminal
     from fedstill.report.progress import followed_runs
-    from fedstill.running import compare as compared
-    from fedstill.running.compare import new_folder
+    from fedstill.running import compare
     from fedstill.running.directory import claimed
     from fedstill.running.tuning import Tuning, parse_space
 
     experiment = load(config, set_)
     check_numbers(devices)
-    folder = out or new_folder("tune")
+    folder = out or compare.new_folder("tune")
     finished: list[Outcome] = []
     with claimed(folder), followed_runs(quiet, trials * len(seeds)) as progress:
 
         def carry_out_trial(runs: Sequence[Variant]) -> Sequence[Outcome]:
             slots = slots_for({variant.settings.device for variant in runs}, jobs, devices)
-            outcomes = compared.carry_out_runs(
+            outcomes = compare.carry_out_runs(
                 runs,
                 slots.jobs,
                 lambda current: progress.show([*finished, *current]),
@@ -423,5 +421,6 @@ def tune_command(  # noqa: PLR0913 - the options of the command tune
             f"{folder} goes on",
             1,
         )
-    has_scores = any(trial.scores for trial in tuning.trials)
-    return int(not has_scores)
+    if any(trial.scores for trial in tuning.trials):
+        return 0
+    return 1

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from fedstill import manifest
 from fedstill.cli.app import (
-    Debug,
     Engine,
     Flag,
     Kind,
-    Overwrite,
+    Names,
     Quiet,
     Settings,
-    Track,
     experiment_of,
     first_imports,
     say,
@@ -50,9 +48,9 @@ def run_command(  # noqa: PLR0913 - the options of the command run
     set_: Settings = (),
     engine: Engine | None = None,
     federation: Path | None = None,
-    track: Track = (),
-    overwrite: Overwrite = False,
-    debug: Debug = False,
+    track: Names = (),
+    overwrite: Flag = False,
+    debug: Flag = False,
     quiet: Quiet = False,
 ) -> int:
     """Run one experiment.
@@ -97,9 +95,9 @@ def run_command(  # noqa: PLR0913 - the options of the command run
 def resume_command(
     directory: Path,
     *,
-    track: Track = (),
+    track: Names = (),
     trust_code: Flag = False,
-    debug: Debug = False,
+    debug: Flag = False,
     quiet: Quiet = False,
 ) -> int:
     """Continue a run that was stopped or killed; the result has the same bits as that of an
