@@ -315,12 +315,12 @@ def check_list(kind: str | None = None, name: str | None = None) -> None:
 
 CHECKS: Mapping[str, Callable[..., None]] = {
     "run_command": check_run,
-    "explain": check_run,
+    "explain_command": check_run,
     "compare_command": check_compare,
     "tune_command": check_tune,
     "reproduce": check_reproduce,
     "rank_run": check_suite,
     "rank_choose": check_suite,
-    "list_": check_list,
+    "list_command": check_list,
 }
 """By the name of a command's function."""

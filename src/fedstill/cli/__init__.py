@@ -44,13 +44,13 @@ COMMANDS = (
         "demo",
         "Train FedAvg, FedProx and FedNTD on handwritten digits, unevenly distributed over 20 "
         "clients, and compare their forgetting.",
-        "fedstill.cli.comparisons:demo",
+        "fedstill.cli.comparisons:demo_command",
     ),
     Part(
         "explain",
         "Check a config before a run: show every value and its origin, the cost, and the data of "
         "each client.",
-        "fedstill.cli.run:explain",
+        "fedstill.cli.run:explain_command",
     ),
     Part(
         "forgetting",
@@ -61,7 +61,7 @@ COMMANDS = (
     Part(
         "list",
         "List all methods, datasets, partitions, models, topologies, measures and streams.",
-        "fedstill.cli.run:list_",
+        "fedstill.cli.run:list_command",
     ),
     Part(
         "pack",
@@ -73,7 +73,7 @@ COMMANDS = (
         "report",
         "Write an HTML page about runs: curves, heat maps by class, splits, different settings, "
         "cost.",
-        "fedstill.cli.comparisons:report",
+        "fedstill.cli.comparisons:report_command",
     ),
     Part(
         "resume",

@@ -92,7 +92,7 @@ def compare_command(  # noqa: PLR0913 - the options of the command compare
     )
 
 
-def demo(
+def demo_command(
     *,
     seeds: Seeds = (1, 2, 3),
     out: Path | None = None,
@@ -122,7 +122,7 @@ def demo(
     return carry_out(runs, folder, jobs, quiet=quiet, overwrite=overwrite)
 
 
-def report(
+def report_command(
     *directories: Path,
     out: Path | None = None,
     tables: Path | None = None,

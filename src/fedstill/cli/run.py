@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from fedstill.running.explain import MeasureCost
     from fedstill.running.result import Result
 
-OF_SERVER = (
+SERVER_ROWS = (
     ("accuracy, last round", "accuracy"),
     ("accuracy, best round", "best_accuracy"),
     ("accuracy, mean of the last ten", "mean_accuracy_last_10"),
     ("forgetting", "forgetting"),
 )
-"""The rows about the server's model: keys of a summary and titles."""
+"""The rows about the server's model: titles and keys of a summary."""
 
-MOST_CLASSES = 12
+MAX_CONFUSION_CLASSES = 12
 """With more classes than these, the confusion matrix is not printed."""
 
 
@@ -84,11 +84,7 @@ def run_command(  # noqa: PLR0913 - the options of the command run
                 experiment, out, watch=watch, debug=debug, overwrite=overwrite, track=track
             )
         except Interrupted as stopped:
-            return say(
-                "stopped after a complete stage; continue with: fedstill resume "
-                f"{in_shell(str(stopped))}",
-                1,
-            )
+            return _say_stopped(stopped)
     return _show(result, has_queries_each_round=settings.exchange_each_round)
 
 
@@ -126,18 +122,17 @@ def resume_command(
         try:
             result = runner.resume(directory, watch=watch, debug=debug, track=track)
         except Interrupted as stopped:
-            return say(
-                "stopped after a complete stage; continue with: fedstill resume "
-                f"{in_shell(str(stopped))}",
-                1,
-            )
+            return _say_stopped(stopped)
     return _show(result, has_queries_each_round=settings.exchange_each_round)
 
 
-def list_(
-    kind: Kind | None = None,
-    name: str | None = None,
-) -> int:
+def _say_stopped(run: Interrupted) -> int:
+    """Print the command that continues a run that was interrupted. Return the exit code."""
+    directory = in_shell(str(run))
+    return say(f"stopped after a complete stage; continue with: fedstill resume {directory}", 1)
+
+
+def list_command(kind: Kind | None = None, name: str | None = None) -> int:
     """List all methods, datasets, partitions, models, topologies, measures and streams.
 
     Args:
@@ -163,51 +158,42 @@ def list_(
     return 0
 
 
-def _for_the_clients(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _personal_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The rows about the clients' answers, if they are not the server's only model."""
     from fedstill.report.summary import PERSONAL
     from fedstill.report.terminal import percent
 
     if "personal_clients" not in summary:
-        return []
-    measured = f"{summary['personal_clients']} of {summary['clients']}"
-    return [
-        *((m.title, percent(summary[m.key])) for m in PERSONAL),
-        ("clients that were measured", measured),
-    ]
+        return
+    for metric in PERSONAL:
+        yield metric.title, percent(summary[metric.key])
+    yield "clients that were measured", f"{summary['personal_clients']} of {summary['clients']}"
 
 
-def _metrics(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _metric_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The metrics that the run has recorded, in the last round and in the best round."""
     from fedstill.metrics.classification import METRICS
 
-    rows = []
     for name, metric in METRICS.items():
         for key, place in ((name, "last round"), (f"best_{name}", "best round")):
             if summary.get(key) is not None:
-                rows.append((f"{metric.title}, {place}", metric.text(summary[key])))
-    return rows
+                yield f"{metric.title}, {place}", metric.text(summary[key])
 
 
-def _of_selection(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _selection_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The rows about the selected round and the early stop, if there are any."""
     from fedstill.report.terminal import percent
     from fedstill.running.journal import STOP_REASON
     from fedstill.running.selection import BestRound
 
-    rows = []
     best = BestRound.of_summary(summary)
     if best is not None:
-        value = f"{best.round}, by {best.criterion} ({best.score:.4g})"
-        rows.append(("selected round", value))
+        yield "selected round", f"{best.round}, by {best.criterion} ({best.score:.4g})"
         if best.accuracy is not None and best.on != "test":
-            rows.append(("accuracy, selected round", percent(best.accuracy)))
+            yield "accuracy, selected round", percent(best.accuracy)
     if STOP_REASON in summary:
-        stopped_in = summary["stopped_in_round"]
-        asked_for = summary["rounds"]
-        value = f"in round {stopped_in} of {asked_for}: {summary[STOP_REASON]}"
-        rows.append(("stopped early", value))
-    return rows
+        place = f"in round {summary['stopped_in_round']} of {summary['rounds']}"
+        yield "stopped early", f"{place}: {summary[STOP_REASON]}"
 
 
 def _confusion_table(classes: Sequence[str], matrix: Sequence[Sequence[int]]) -> PlainTable:
@@ -228,7 +214,7 @@ def _show(result: Result, has_queries_each_round: bool) -> int:
     screen = terminal.console()
     head = [summary["method"], f"{summary['dataset']}, seed {summary['seed']}"]
     screen.print(terminal.PlainTable(head, list(_rows(result, has_queries_each_round))))
-    if "confusion" in summary and len(result.classes) <= MOST_CLASSES:
+    if "confusion" in summary and len(result.classes) <= MAX_CONFUSION_CLASSES:
         screen.print(_confusion_table(result.classes, summary["confusion"]))
     if (summary["forgetting"] or 0) < 0:
         terminal.tell(screen, BELOW_ZERO)
@@ -245,18 +231,18 @@ def _rows(result: Result, has_queries_each_round: bool) -> Iterator[tuple[str, s
     from fedstill.report.terminal import percent
 
     summary = result.summary
-    yield from _for_the_clients(summary)
+    yield from _personal_rows(summary)
     if summary["accuracy"] is not None:
-        for title, key in OF_SERVER:
+        for title, key in SERVER_ROWS:
             yield title, percent(summary[key])
-    yield from _metrics(summary)
-    yield from _columns(result)
-    yield from _site_accuracies(summary)
+    yield from _metric_rows(summary)
+    yield from _column_rows(result)
+    yield from _site_rows(summary)
     if has_queries_each_round:
         gains = [event["query_gain"] for event in result.history if "query_gain" in event]
         yield "gain by round", " → ".join(map(percent, gains))
     yield from over_time(summary)
-    yield from _of_selection(summary)
+    yield from _selection_rows(summary)
     if summary.get(UNTAUGHT):
         yield "queries without a teacher", str(summary[UNTAUGHT])
 
@@ -270,7 +256,7 @@ MAX_LISTED_SITES = 12
 """With more sites, their accuracies are not listed."""
 
 
-def _site_accuracies(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _site_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The accuracy of the last model on each real site's own test set; empty for simulations."""
     from fedstill.report.terminal import percent
 
@@ -280,7 +266,7 @@ def _site_accuracies(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"own tests, client {client}", percent(accuracy)
 
 
-def _columns(result: Result) -> Iterator[tuple[str, str]]:
+def _column_rows(result: Result) -> Iterator[tuple[str, str]]:
     """Rows for columns of a comparison's table: queries, own tests, and the latest numbers of
     measures.
     """
@@ -302,11 +288,7 @@ def _columns(result: Result) -> Iterator[tuple[str, str]]:
         yield metric, f"{value:.{own_column(metric, [value]).digits}f}"
 
 
-DEAR = 0.25
-"""A measure that costs more than this share of training causes a warning."""
-
-
-def explain(
+def explain_command(
     config: Path | None = None,
     *,
     set_: Settings = (),
@@ -331,35 +313,31 @@ def explain(
     from fedstill.config.resolve import resolve
     from fedstill.report import catalogue, terminal
     from fedstill.report.terminal import drawn_data
-    from fedstill.running import explain as explained
+    from fedstill.running import explain
     from fedstill.running.preparation import prepare
     from fedstill.running.setting_warnings import setting_warnings
 
     settings = resolve(experiment_of(config, set_, engine, federation))
     screen = terminal.console(sentences=True)
     rows = [
-        (
-            resolved.key,
-            catalogue.value(resolved.value),
-            resolved.origin,
-            explained.key_description(settings, resolved.key),
-        )
-        for resolved in explained.resolved_values(settings)
+        (resolved.key, catalogue.value(resolved.value), resolved.origin, resolved.description)
+        for resolved in explain.resolved_values(settings)
     ]
     _explain_values(screen, rows)
     prepared = prepare(settings)
     screen.print()
-    estimate = explained.run_estimate(prepared)
+    estimate = explain.run_estimate(prepared)
     screen.print(terminal.PlainTable(["quantity", "value"], estimate.lines()))
-    for line in explained.data_sentences(prepared):
+    for line in explain.data_sentences(prepared):
         terminal.tell(screen, f"data: {line}")
     for warning in setting_warnings(prepared):
         terminal.tell(screen, warning)
-    _explain_measures(explained.measure_costs(prepared, estimate), estimate.examples_noun)
+    costs = explain.measure_costs(prepared, estimate)
+    _explain_measures(screen, costs, estimate.examples_noun)
     screen.print()
     networks = [
         (network.label, f"{network.parameters:,}", network.capabilities)
-        for network in explained.network_summaries(prepared)
+        for network in explain.network_summaries(prepared)
     ]
     screen.print(terminal.PlainTable(["network", "parameters", "has"], networks))
     if split and prepared.sites.split is not None:
@@ -392,26 +370,14 @@ def _explain_values(screen: Console, rows: Sequence[tuple[str, str, str, str]]) 
         screen.print(Padding(description, (0, 0, 0, 4)))
 
 
-def _explain_measures(costs: Sequence[MeasureCost], unit: str) -> None:
+def _explain_measures(screen: Console, costs: Sequence[MeasureCost], unit: str) -> None:
     """Print the cost of each measure, and a warning for each expensive measure."""
     from fedstill.report import terminal
 
-    screen = terminal.console(sentences=True)
     if costs:
         head = ["measure", "description", "rounds", f"{unit} per round", "of training cost"]
         screen.print()
         screen.print(terminal.PlainTable(head, [cost.row for cost in costs], words=2))
     for cost in costs:
-        if cost.share is not None and cost.share > DEAR:
-            terminal.tell(screen, _cost_warning(cost, cost.share))
-
-
-def _cost_warning(cost: MeasureCost, share: float) -> str:
-    """The warning about an expensive measure. ``share``: its cost relative to training."""
-    amount = f"{100 * share:.0f} % of the cost of training"
-    if share > 1:
-        amount = "more than training itself"
-    remedy = "leave it out if you do not need it"
-    if cost.rounds > 1:
-        remedy = "raise measure_every, or leave it out"
-    return f"warning: measure {cost.name} costs {amount}; {remedy}"
+        if cost.warning:
+            terminal.tell(screen, cost.warning)

@@ -113,6 +113,25 @@ def _possible_keys(key: str, origins: Origins) -> Iterator[str]:
         yield ".".join(parts[:count])  # a table, or what stands for it: method = "fedntd"
 
 
+def origin_text(key: str, origins: Origins) -> str:
+    """The origin of the value of a dotted key of a run's settings: ``default``, or what set it.
+
+    >>> origin_text("plan.train.lr", {"plan.lr": Origin(COMMAND_LINE)}), origin_text("seed", {})
+    ('command line', 'default')
+    """
+    table, _, _ = key.partition(".")
+    candidates = [key]
+    if _with_name_key(table) == key:
+        candidates.append(table)  # method = "fedntd" sets method.name
+    if table == "plan":
+        _, _, field = key.rpartition(".")
+        candidates.append(f"plan.{field}")  # plan.lr sets plan.STAGE.lr of every stage
+    for candidate in candidates:
+        if candidate in origins:
+            return str(origins[candidate])
+    return "default"
+
+
 # Texts of a command line.
 
 

@@ -16,8 +16,9 @@ import numpy as np
 from torch import Tensor
 
 from fedstill.config.named_tables import NAME_KEYS, NAMED
-from fedstill.config.overrides import Origins
+from fedstill.config.overrides import origin_text
 from fedstill.config.settings import Settings
+from fedstill.config.stages import held_out_share
 from fedstill.config.tables import StreamTable, TopKeys, record_tables
 from fedstill.config.validation import key_descriptions
 from fedstill.core import registry
@@ -46,31 +47,34 @@ model and temporary copies of it.
 COST_OF_TRAINING = 3
 """The cost of training on an example, in forward passes. A backward pass costs two."""
 
+EXPENSIVE_SHARE = 0.25
+"""A measure that costs more than this share of training causes a warning."""
+
 # ---- the work of a round -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundWork:
-    """The work of all clients in one round.
-
-    ``clients``: clients that take part, without the server. ``examples``: training examples, summed
-    over clients and stages. ``trained_examples``: the same, where each epoch counts. ``steps``:
-    steps of the optimisers. ``bytes_down``, ``bytes_up``: bytes that the server sends and receives.
-    """
+    """The work of all clients in one round."""
 
     clients: int
+    """The number of clients that take part, without the server."""
     examples: int
+    """The number of training examples, summed over clients and stages."""
     trained_examples: int
+    """The same number, where each epoch counts."""
     steps: int
+    """The number of steps of the optimisers."""
     bytes_down: int
+    """The bytes that the server sends."""
     bytes_up: int
+    """The bytes that the server receives."""
 
 
-def round_work(prepared: Prepared, number: int = 1) -> RoundWork:
-    """The work of a round; the first round has the number 1.
+def round_work(prepared: Prepared) -> RoundWork:
+    """The work of round 1.
 
-    Rounds differ because other clients are sampled. A client counts if the method sends it a
-    payload in the initial state.
+    A client counts if the method sends it a payload in the initial state.
     """
     settings = prepared.settings
     world = prepared.world
@@ -83,7 +87,7 @@ def round_work(prepared: Prepared, number: int = 1) -> RoundWork:
     examples = 0
     trained_examples = 0
     steps = 0
-    for stage in settings.schedule(number, world):
+    for stage in settings.schedule(1, world):
         actor = settings.schedule.actor(stage)
         for client in stage.clients:
             payload = actor.payload_for_client(state, client, stage, world)
@@ -94,7 +98,7 @@ def round_work(prepared: Prepared, number: int = 1) -> RoundWork:
                 clients.add(client)
                 bytes_down += payload.nbytes
                 bytes_up += reply.nbytes
-            client_examples = _example_count(prepared, client, stage)
+            client_examples = _stage_examples(prepared, client, stage)
             examples += client_examples
             trained_examples += _trained_examples(prepared, stage, client_examples)
             steps += local_steps(prepared, stage, client_examples)
@@ -129,7 +133,7 @@ def _trained_examples(prepared: Prepared, stage: Stage, examples: int) -> int:
     return plan.epochs * examples
 
 
-def _example_count(prepared: Prepared, client: int, stage: Stage) -> int:
+def _stage_examples(prepared: Prepared, client: int, stage: Stage) -> int:
     """The number of examples of a client in a stage; 0 if only its site knows it."""
     if stage.view == "public" or client == SERVER:
         public = prepared.sites.public
@@ -216,25 +220,30 @@ def _form(payload: Payload) -> Hashable:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEstimate:
-    """The work of round 1, and other properties to check before a long run.
-
-    ``stages``: descriptions of the stages of round 1. ``parameters``: those of the server's model.
-    ``data_bytes``: bytes of the training set. ``engine``: the run's engine, and why it suits.
-    ``answer``: whose model answers for the clients. ``learning_rates``: those of each stage.
-    ``examples_noun``: "images" or "examples". ``at_sites``: whether only sites know the data.
-    """
+    """The work of round 1, and other properties to check before a long run."""
 
     work: RoundWork
+    """The work of round 1."""
     stages: tuple[str, ...]
+    """Descriptions of the stages of round 1."""
     parameters: int
+    """The number of parameters of the server's model."""
     data_bytes: int
+    """The bytes of the training set."""
     rounds: int
+    """The number of rounds of the run."""
     engine: str
+    """The run's engine, and why it suits."""
     answer: str
+    """Whose model answers for the clients."""
     learning_rates: str
+    """The learning rates of each stage."""
     examples_noun: str
+    """The noun for examples: "images" or "examples"."""
     at_sites: bool
+    """Whether only sites know the data."""
     kept_update_bytes: int
+    """The bytes of all kept updates; 0 if the run keeps none."""
 
     @property
     def memory_for_models(self) -> int:
@@ -382,18 +391,19 @@ def _rates_text(rates: Sequence[float]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureCost:
-    """The cost of a measure.
-
-    ``about``: its summary. ``rounds``: the number of measured rounds. ``examples``: the number of
-    examples that it passes through a network in each of these rounds. ``share``: its cost in the
-    run, relative to the cost of training; None if only the sites know the cost of training.
-    """
+    """The cost of a measure."""
 
     name: str
     about: str
+    """The measure's summary."""
     rounds: int
+    """The number of measured rounds."""
     examples: int
+    """The number of examples that it passes through a network in each measured round."""
     share: float | None
+    """Its cost in the run, relative to the cost of training; None if only the sites know the cost
+    of training.
+    """
 
     @property
     def row(self) -> tuple[str, str, str, str, str]:
@@ -402,6 +412,19 @@ class MeasureCost:
         if self.share is not None:
             share = f"{100 * self.share:.0f} %"
         return self.name, self.about, f"{self.rounds}", f"{self.examples:,}", share
+
+    @property
+    def warning(self) -> str:
+        """The warning about an expensive measure; empty if it is cheap."""
+        if self.share is None or self.share <= EXPENSIVE_SHARE:
+            return ""
+        amount = f"{100 * self.share:.0f} % of the cost of training"
+        if self.share > 1:
+            amount = "more than training itself"
+        remedy = "leave it out if you do not need it"
+        if self.rounds > 1:
+            remedy = "raise measure_every, or leave it out"
+        return f"warning: measure {self.name} costs {amount}; {remedy}"
 
 
 def measure_costs(prepared: Prepared, estimate: RunEstimate) -> list[MeasureCost]:
@@ -434,44 +457,34 @@ def measure_costs(prepared: Prepared, estimate: RunEstimate) -> list[MeasureCost
 # ---- settings and their origins ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ResolvedValue:
-    """A value of a run's settings.
-
-    ``key``: dotted, such as ``method.beta``. ``origin``: ``default``, a config file or
-    ``command line``.
-    """
+    """A value of a run's settings."""
 
     key: str
+    """The dotted key, such as ``method.beta``."""
     value: Any
     origin: str
+    """``default``, a config file or ``command line``."""
+    description: str
+    """The description of the key; empty if there is none."""
 
 
 def resolved_values(settings: Settings) -> list[ResolvedValue]:
     """All values of a run's settings."""
     return [
-        ResolvedValue(key, value, _origin(key, settings.origins))
+        ResolvedValue(
+            key=key,
+            value=value,
+            origin=origin_text(key, settings.origins),
+            description=key_description(settings, key),
+        )
         for key, value in flat(settings.tree).items()
     ]
 
 
-def _origin(key: str, origins: Origins) -> str:
-    """The origin of the value of a dotted key. A short form in a config sets several keys."""
-    table, _, _ = key.partition(".")
-    candidates = [key]
-    if key == f"{table}.{NAME_KEYS.get(table, 'name')}":
-        candidates.append(table)  # method = "fedntd" sets method.name
-    if table == "plan":
-        _, _, field = key.rpartition(".")
-        candidates.append(f"plan.{field}")  # plan.lr sets plan.STAGE.lr of every stage
-    for candidate in candidates:
-        if candidate in origins:
-            return str(origins[candidate])
-    return "default"
-
-
 def key_description(settings: Settings, key: str) -> str:
-    """The description of a dotted key, from the docstring of its field; empty if there is none."""
+    """The description of a dotted key: of a field, or of a table's key. Empty if there is none."""
     table, _, field = key.partition(".")
     if table == "plan":
         _, _, plan_field = field.partition(".")  # plan.STAGE.lr
@@ -504,18 +517,18 @@ def _field_description(settings: Settings, table: str, field: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleCounts:
-    """The numbers of training examples by their use, and the size of the common test set.
-
-    ``train``: the size of the training set. ``own_tests``: those in clients' own test sets.
-    ``validation``: those that clients hold out in every stage in which they train. ``unassigned``:
-    those that no client has. ``test``: the size of the common test set.
-    """
+    """The numbers of training examples by their use, and the size of the common test set."""
 
     train: int
+    """The size of the training set."""
     own_tests: int
+    """The number of examples in clients' own test sets."""
     validation: int
+    """The number of examples that clients hold out in every stage in which they train."""
     unassigned: int
+    """The number of examples that no client has."""
     test: int
+    """The size of the common test set."""
 
     @property
     def trained(self) -> int:
@@ -566,15 +579,15 @@ def example_counts(prepared: Prepared) -> ExampleCounts | None:
 
 def _held_out(prepared: Prepared) -> int:
     """The number of examples that clients hold out in every stage in which they train."""
-    validation_shares = {
-        stage: plan.validation
-        for stage, plan in prepared.settings.plans.items()
-        if plan.epochs or plan.steps
-    }
-    if not validation_shares or not all(validation_shares.values()):
+    plans = prepared.settings.plans
+    share = held_out_share(plans)
+    if not share:
         return 0
-    # A client's held-out examples are nested: the smallest share is held out in all stages.
-    stage = min(validation_shares, key=lambda name: validation_shares[name])
+    stage = next(
+        stage
+        for stage, plan in plans.items()
+        if (plan.epochs or plan.steps) and plan.validation == share
+    )
     sites = prepared.sites
     clients = range(prepared.settings.clients)
     return sum(sites.size(client) - sites.training_size(client, stage) for client in clients)
@@ -584,11 +597,11 @@ def data_sentences(prepared: Prepared) -> list[str]:
     """Sentences about the form and number of the examples, and about omitted ones."""
     data = prepared.dataset
     description = prepared.sites.inputs.description(data.train.values)
-    sentences = [examples_text(description) or _image_sentence(data.input_shape)]
+    lines = [examples_text(description) or _image_sentence(data.input_shape)]
     counts = example_counts(prepared)
     if counts is not None:
-        sentences.append(counts.sentence)
-    return [*sentences, *prepared.notes]
+        lines.append(counts.sentence)
+    return [*lines, *prepared.notes]
 
 
 def _image_sentence(shape: Sequence[int]) -> str:
@@ -602,13 +615,13 @@ def _image_sentence(shape: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class NetworkSummary:
-    """An architecture in a run: its label, its number of parameters, and its capabilities, such as
-    "features".
-    """
+    """An architecture in a run."""
 
     label: str
     parameters: int
+    """The number of parameters."""
     capabilities: str
+    """Its capabilities, such as "features"."""
 
 
 def network_summaries(prepared: Prepared) -> list[NetworkSummary]:
