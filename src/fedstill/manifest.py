@@ -70,7 +70,7 @@ class OuterPackage:
     """One outer package of fedstill, and everything that it adds.
 
     ``commands``: functions or cyclopts apps, for ``fedstill NAME``.
-    ``config_tables``: subclasses of ``config.validation.PackageTable``, each of them a table of a
+    ``config_tables``: subclasses of ``config.tables.PackageTable``, each of them a table of a
     config; ``follows`` is the table that it follows there.
     ``config_checks``: ``(settings)``, which raise ConfigError or IncompatibleMethod for what cannot
     be meant together, before any data are read.

@@ -14,12 +14,11 @@ from torch import nn
 from fedstill.config.experiment import Experiment
 from fedstill.config.named_tables import NAMED, schema_of_name
 from fedstill.config.resolve import resolve
-from fedstill.config.tables import DataTable, record_tables
+from fedstill.config.tables import DataTable, PackageTable, record_tables
 from fedstill.config.validation import (
     MISSING_KEY,
     UNKNOWN_KEY,
     CommandLineText,
-    PackageTable,
     WrongConfig,
     defaults_of,
     key_descriptions,

@@ -20,12 +20,13 @@ from fedstill.config.tables import (
     ClientsTable,
     DataTable,
     FlowerTable,
+    PackageTable,
     StopTable,
     StreamTable,
     TopKeys,
     with_package_tables,
 )
-from fedstill.config.validation import PackageTable, wrong_value
+from fedstill.config.validation import wrong_value
 from fedstill.continual.task_test import HELD_OUT_TEST
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import Count, as_table

@@ -10,14 +10,14 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Interval, Len
 from pydantic import Field
 
 from fedstill import manifest
 from fedstill.config.named_tables import NAMED
-from fedstill.config.validation import PackageTable, Table, wrong_value
+from fedstill.config.validation import Table, wrong_value
 from fedstill.core.fields import (
     Count,
     CountOrZero,
@@ -41,6 +41,13 @@ from fedstill.data.dataset import (
 )
 from fedstill.engines.hardware import Precision
 from fedstill.metrics.classification import ACCURACY, SelectionData
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedstill.core.records import Plan
+    from fedstill.core.rounds import Schedule
+    from fedstill.data.client_split import ClientSplit
 
 NO_STREAM = NAMED["stream"].default
 """The kind of a run with one task."""
@@ -543,6 +550,57 @@ class StopTable(Table):
     def is_active(self) -> bool:
         """Whether the run can end before its last round."""
         return self.patience > 0 or self.target is not None
+
+
+class PackageTable(Table):
+    """A table of a config that belongs to an outer package. With its defaults, a run is as it
+    would be without the package.
+    """
+
+    @property
+    def top_defaults(self) -> Mapping[str, Any]:
+        """The defaults that this table gives to keys outside all tables."""
+        return {}
+
+    @property
+    def exchange_each_round(self) -> bool:
+        """Whether every round is a complete exchange between clients, which is measured."""
+        return False
+
+    @property
+    def hides_client_models(self) -> bool:
+        """Whether the server sees no single client's model."""
+        return False
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether a run's config leaves this table out, because it has its defaults.
+
+        The table of a package that is newer than stored runs does so: it must not change their
+        configs.
+        """
+        return False
+
+    def check_new_run(self) -> None:
+        """Raise WrongConfig for a table with which no run can begin at its first round."""
+
+    @property
+    def stage_plans(self) -> Mapping[str, Plan]:
+        """The default plans of the stages that the package adds to the schedule."""
+        return {}
+
+    def changed_schedule(self, schedule: Schedule) -> Schedule:
+        """The schedule of a run, with the stages that the package adds or leaves out."""
+        return schedule
+
+    @property
+    def removes_examples(self) -> bool:
+        """Whether ``changed_split`` removes examples."""
+        return False
+
+    def changed_split(self, split: ClientSplit, labels: Tensor) -> ClientSplit:
+        """Which client has which training examples. ``labels``: (n,), of all training examples."""
+        return split
 
 
 @functools.cache

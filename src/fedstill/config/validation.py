@@ -12,7 +12,7 @@ import functools
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self, get_type_hints
+from typing import Any, ClassVar, Self, get_type_hints
 
 import tomli_w
 from pydantic import (
@@ -29,13 +29,6 @@ from pydantic_core import ErrorDetails
 from fedstill.core.errors import ConfigError, cut_reason, on_one_line, suggestion
 from fedstill.core.fields import value_text
 from fedstill.data.dataset import with_tuples
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fedstill.core.records import Plan
-    from fedstill.core.rounds import Schedule
-    from fedstill.data.client_split import ClientSplit
 
 # Problems.
 
@@ -194,57 +187,6 @@ class Table(BaseModel):
     def table(self) -> dict[str, Any]:
         """All keys and their values, in the order of a run's ``config.toml``."""
         return dict(self)
-
-
-class PackageTable(Table):
-    """A table of a config that belongs to an outer package. With its defaults, a run is as it
-    would be without the package.
-    """
-
-    @property
-    def top_defaults(self) -> Mapping[str, Any]:
-        """The defaults that this table gives to keys outside all tables."""
-        return {}
-
-    @property
-    def exchange_each_round(self) -> bool:
-        """Whether every round is a complete exchange between clients, which is measured."""
-        return False
-
-    @property
-    def hides_client_models(self) -> bool:
-        """Whether the server sees no single client's model."""
-        return False
-
-    @property
-    def is_optional(self) -> bool:
-        """Whether a run's config leaves this table out, because it has its defaults.
-
-        The table of a package that is newer than stored runs does so: it must not change their
-        configs.
-        """
-        return False
-
-    def check_new_run(self) -> None:
-        """Raise WrongConfig for a table with which no run can begin at its first round."""
-
-    @property
-    def stage_plans(self) -> Mapping[str, Plan]:
-        """The default plans of the stages that the package adds to the schedule."""
-        return {}
-
-    def changed_schedule(self, schedule: Schedule) -> Schedule:
-        """The schedule of a run, with the stages that the package adds or leaves out."""
-        return schedule
-
-    @property
-    def removes_examples(self) -> bool:
-        """Whether ``changed_split`` removes examples."""
-        return False
-
-    def changed_split(self, split: ClientSplit, labels: Tensor) -> ClientSplit:
-        """Which client has which training examples. ``labels``: (n,), of all training examples."""
-        return split
 
 
 def schema_of(name: str, keys: Fields) -> Schema:

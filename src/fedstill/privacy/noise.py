@@ -39,7 +39,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedstill.config.settings import Settings
-from fedstill.config.validation import PackageTable, wrong_value
+from fedstill.config.tables import PackageTable
+from fedstill.config.validation import wrong_value
 from fedstill.core.capabilities import Permit
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.extensions import ClientHook

@@ -28,8 +28,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedstill.config.settings import PEERS, Settings
-from fedstill.config.tables import NO_STREAM
-from fedstill.config.validation import CommandLineText, PackageTable, wrong_value
+from fedstill.config.tables import NO_STREAM, PackageTable
+from fedstill.config.validation import CommandLineText, wrong_value
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import Count, CountOrZero, PositiveShare, Seed

@@ -17,7 +17,8 @@ from pydantic import Field
 from torch import Tensor
 
 from fedstill.config.settings import Settings
-from fedstill.config.validation import PackageTable, schema_of_record, validated, wrong_value
+from fedstill.config.tables import PackageTable
+from fedstill.config.validation import schema_of_record, validated, wrong_value
 from fedstill.core.errors import UnknownName
 from fedstill.core.fields import Count, CountOrZero
 from fedstill.core.records import Plan
