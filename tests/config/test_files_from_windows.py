@@ -33,8 +33,8 @@ IN_MEMORY = {
     "benchmark/entries.py": "configs of an entry, whose digests are compared first",
     "benchmark/recipes.py": "files of the package",
     "benchmark/replays.py": "settings of a run, as text",
-    "config/overrides.py": "a value of the command line, and lines of a file that has been read",
-    "config/validation.py": "items of a list of the command line",
+    "config/overrides.py": "lines of a file that has been read",
+    "config/validation.py": "values of the command line",
     "core/files.py": "the one function for files",
 }
 """The modules that may call tomllib."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from fedstill.config.named_tables import NAME_KEYS, NAMED
 from fedstill.config.tables import NO_STREAM, StreamTable
-from fedstill.config.validation import CommandLineText, keys_of
+from fedstill.config.validation import keys_of, parsed_value
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import value_text
 from fedstill.core.files import flat, named_path, parse_toml
@@ -153,7 +153,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             )
         if key in values:
             raise ConfigError(f"{key} is set twice by -s; leave one of the two out")
-        values[key] = _parsed_value(value)
+        values[key] = parsed_value(value)
     return values
 
 
@@ -185,25 +185,10 @@ def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
 
 def _parsed_list(text: str) -> list[Any]:
     """Values with commas between them: the items of a list of TOML, or else texts."""
-    items = _parsed_value(f"[{text}]")
+    items = parsed_value(f"[{text}]")
     if isinstance(items, list):
         return items
-    return [_parsed_value(item) for item in text.split(",")]
-
-
-def _parsed_value(text: str) -> Any:
-    """A value of TOML, or else the text itself.
-
-    >>> _parsed_value("0.5"), _parsed_value(" fedntd")
-    (0.5, 'fedntd')
-    """
-    try:
-        tree = tomllib.loads(f"v = {text}")
-    except (ValueError, RecursionError):
-        return CommandLineText(text.strip())
-    if len(tree) > 1:  # a text with a line break can hold further keys
-        return CommandLineText(text.strip())
-    return tree["v"]
+    return [parsed_value(item) for item in text.split(",")]
 
 
 PATHS = ("start_from", "data.folder", "data.tokenizer", "flower.federation")

@@ -121,7 +121,7 @@ class CommandLineText(str):
         >>> CommandLineText("a,1").as_list
         ('a', 1)
         """
-        return tuple(map(_toml_value, list_items(self)))
+        return tuple(_plain_text(parsed_value(item)) for item in list_items(self))
 
 
 def list_items(text: str) -> list[str]:
@@ -134,12 +134,19 @@ def list_items(text: str) -> list[str]:
     return [item.strip() for item in inner.split(",") if item.strip()]
 
 
-def _toml_value(text: str) -> Any:
-    """A text as a value of TOML, or as it is."""
+def parsed_value(text: str) -> Any:
+    """A value of TOML, or else the text itself.
+
+    >>> parsed_value("0.5"), parsed_value(" fedntd")
+    (0.5, 'fedntd')
+    """
     try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except ValueError:
-        return text
+        tree = tomllib.loads(f"v = {text}")
+    except (ValueError, RecursionError):
+        return CommandLineText(text.strip())
+    if len(tree) > 1:  # a text with a line break can hold further keys
+        return CommandLineText(text.strip())
+    return tree["v"]
 
 
 # Schemas.
