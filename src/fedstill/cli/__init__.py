@@ -19,12 +19,11 @@ from cyclopts import (
 )
 
 from fedstill import manifest
-from fedstill.cli.app import app, say
+from fedstill.cli.app import app, replace_unprintable_characters, say
 from fedstill.cli.spelling import (
-    as_key,
-    first_argument,
-    no_value,
-    print_what_is_near,
+    empty_value,
+    missing_argument,
+    option_as_key,
     spaced_list,
     unused_words,
     with_values,
@@ -124,7 +123,7 @@ def main() -> None:
                 2,
             )
         )
-    print_what_is_near()
+    replace_unprintable_characters()
     signal.signal(signal.SIGINT, _interrupted)
     try:
         status = call(sys.argv[1:])
@@ -169,13 +168,14 @@ def _with_home(value: Any) -> Any:
 
 def call(tokens: list[str]) -> int:
     """Run one command and return its exit code. An error is one line on the standard error."""
+    complete_tokens = with_values(tokens)
     try:
-        hint = no_value(tokens) or spaced_list(tokens)
+        hint = empty_value(tokens) or spaced_list(tokens)
         if hint:
             return say(hint, 2)
-        return _run(with_values(tokens))
+        return _run(complete_tokens)
     except CycloptsError as error:
-        return say(_usage_hint(with_values(tokens), error), 2)
+        return say(_usage_hint(complete_tokens, error), 2)
     except FedstillError as error:
         return say(error.in_shell, error.exit_code)
     except Interrupted as stopped:
@@ -215,7 +215,7 @@ def _usage_hint(tokens: list[str], error: CycloptsError) -> str:
         words = " ".join(map(repr, error.unused_tokens or ()))
         return unused_words(tokens) or f"unexpected argument {words}; `--help` lists the options"
     if isinstance(error, UnknownOptionError):
-        return as_key(tokens, error.token.keyword or error.token.value) or str(error)
+        return option_as_key(tokens, error.token.keyword or error.token.value) or str(error)
     if isinstance(error, MissingArgumentError):
-        return first_argument(tokens) or str(error)
+        return missing_argument(tokens) or str(error)
     return str(error)

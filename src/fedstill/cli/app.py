@@ -1,8 +1,10 @@
-"""The command-line app, the options that commands share, and the printing of errors."""
+"""The command-line app, the options that commands share, and printing to the terminal."""
 
 from __future__ import annotations
 
+import codecs
 import gc
+import io
 import re
 import sys
 import traceback
@@ -137,3 +139,47 @@ def say(text: str, code: int) -> int:
     line = " ".join(text.split())
     print(f"fedstill: {neutral(line, 'terminal')}", file=sys.stderr)
     return code
+
+
+# Replacements for characters that the encoding of the standard streams lacks. Latin-1, for example,
+# lacks the en dash.
+
+
+SIMILAR_CHARACTERS = {
+    "–": "-",
+    "—": "-",
+    "−": "-",
+    "…": ".",
+    "→": ">",
+    "Δ": "d",
+    "±": "~",
+    "×": "x",
+    "░": ".",
+    "▒": ":",
+    "▓": "+",
+    "█": "#",
+}
+"""A replacement of one character for each character of tables and drawings, so that columns stay
+aligned.
+"""
+
+ERROR_HANDLER = "fedstill.near"
+"""The name under which Python's codecs know ``_replacement``."""
+
+
+def replace_unprintable_characters() -> None:
+    """Make the standard output and error print a similar character, or ``?``, for a character that
+    their encoding lacks.
+    """
+    codecs.register_error(ERROR_HANDLER, _replacement)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=ERROR_HANDLER)
+
+
+def _replacement(error: UnicodeError) -> tuple[str, int]:
+    """The replacement of characters that a codec cannot encode, and the position after them."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    characters = error.object[error.start : error.end]
+    return "".join(SIMILAR_CHARACTERS.get(character, "?") for character in characters), error.end

@@ -1,59 +1,13 @@
 """Hints for command lines that cannot be parsed: lists with spaces, config keys as options, missing
-arguments. And replacements for characters that the terminal's encoding lacks.
+arguments.
 """
 
 from __future__ import annotations
 
-import codecs
-import io
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-
-# Replacements for characters that the encoding of the standard streams lacks. Latin-1, for example,
-# lacks the en dash.
-
-
-NEAR = {
-    "–": "-",
-    "—": "-",
-    "−": "-",
-    "…": ".",
-    "→": ">",
-    "Δ": "d",
-    "±": "~",
-    "×": "x",
-    "░": ".",
-    "▒": ":",
-    "▓": "+",
-    "█": "#",
-}
-"""A replacement of one character for each character of tables and drawings, so that columns stay
-aligned.
-"""
-
-NAME = "fedstill.near"
-
-
-def print_what_is_near() -> None:
-    """Make the standard output and error print a similar character, or ``?``, for a character that
-    their encoding lacks.
-    """
-    codecs.register_error(NAME, _near)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=NAME)
-
-
-def _near(error: UnicodeError) -> tuple[str, int]:
-    """The replacement of characters that a codec cannot encode, and the position after them."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    characters = error.object[error.start : error.end]
-    return "".join(NEAR.get(character, "?") for character in characters), error.end
-
 
 LISTS = frozenset(
     {
@@ -116,7 +70,7 @@ WITHOUT_SETTINGS = {
 
 _A_RUN = ("a run's directory", "runs/fedavg-digits-seed0-1")
 
-NEEDS = {
+REQUIRED_ARGUMENTS = {
     "run": ("a config", "my.toml"),
     "resume": _A_RUN,
     "export": _A_RUN,
@@ -128,12 +82,12 @@ NEEDS = {
 """The required argument of a command, and an example."""
 
 
-def no_value(tokens: Sequence[str]) -> str:
+def empty_value(tokens: Sequence[str]) -> str:
     """The error message about the first empty word, such as an unset shell variable.
 
-    >>> no_value(["run", "my.toml", "--out", ""]), no_value(["run", "my.toml", "--out="])
+    >>> empty_value(["run", "my.toml", "--out", ""]), empty_value(["run", "my.toml", "--out="])
     ('--out has an empty value; give one, or leave it out', '--out has an empty value; give one, or leave it out')
-    >>> no_value(["run", "my.toml", "-s", "data.name="])
+    >>> empty_value(["run", "my.toml", "-s", "data.name="])
     ''
     """  # noqa: E501
     for previous, token in pairwise(["", *tokens]):
@@ -147,10 +101,10 @@ def no_value(tokens: Sequence[str]) -> str:
     return ""
 
 
-def as_key(tokens: Sequence[str], option: str) -> str:
+def option_as_key(tokens: Sequence[str], option: str) -> str:
     """The remedy for an unknown option that is a config key; empty for any other option.
 
-    >>> as_key(["run", "my.toml", "--seed", "3"], "--seed")
+    >>> option_as_key(["run", "my.toml", "--seed", "3"], "--seed")
     '--seed is a key of the config, not an option; write -s seed=3'
     """
     if not tokens:
@@ -165,26 +119,24 @@ def as_key(tokens: Sequence[str], option: str) -> str:
     key = key_for(option.lstrip("-").replace("-", "_"))
     if not key:
         return ""
-    value = "VALUE"
-    for group in _values(tokens):
-        if group.option == option and group.words:
-            value = in_shell(group.words[0])
-            break
+    groups = _words_by_option(tokens)
+    words = (group.words[0] for group in groups if group.option == option and group.words)
+    value = in_shell(next(words, "VALUE"))
     return f"{option} is a key of the config, not an option; write -s {key}={value}"
 
 
-def first_argument(tokens: Sequence[str]) -> str:
+def missing_argument(tokens: Sequence[str]) -> str:
     """The error message for a command without its required argument, with an example.
 
-    >>> first_argument(["run"]), first_argument(["run", "-q"]), first_argument(["list"])
+    >>> missing_argument(["run"]), missing_argument(["run", "-q"]), missing_argument(["list"])
     ('run needs a config, e.g. fedstill run my.toml', 'run needs a config, e.g. fedstill run my.toml', '')
     """  # noqa: E501
-    if not tokens or tokens[0] not in NEEDS:
+    if not tokens or tokens[0] not in REQUIRED_ARGUMENTS:
         return ""
-    has_argument = any(group.words and not group.option for group in _values(tokens[1:]))
+    has_argument = any(group.words and not group.option for group in _words_by_option(tokens[1:]))
     if has_argument:
         return ""
-    argument, example = NEEDS[tokens[0]]
+    argument, example = REQUIRED_ARGUMENTS[tokens[0]]
     return f"{tokens[0]} needs {argument}, e.g. fedstill {tokens[0]} {example}"
 
 
@@ -206,7 +158,7 @@ def unused_words(tokens: Sequence[str]) -> str:
     >>> unused_words(["run", "my.toml", "plan.lr=0.1"])
     'to override a value of the config, write -s before it: -s plan.lr=0.1'
     """
-    arguments = next((group.words for group in _values(tokens) if not group.option), [])
+    arguments = next((group.words for group in _words_by_option(tokens) if not group.option), [])
     settings = [f"-s {word}" for word in arguments if "=" in word]
     if settings:
         return f"to override a value of the config, write -s before it: {' '.join(settings)}"
@@ -217,7 +169,7 @@ def _corrected(
     tokens: Sequence[str], options: frozenset[str], is_part: Callable[[str], bool]
 ) -> str:
     """The remedy for the first of some options whose values are separated by spaces."""
-    for group in _values(tokens):
+    for group in _words_by_option(tokens):
         if group.option not in options:
             continue
         parts = group.words[:1] + list(filter(is_part, group.words[1:]))
@@ -242,7 +194,7 @@ class _OptionWords:
     words: list[str]
 
 
-def _values(tokens: Sequence[str]) -> list[_OptionWords]:
+def _words_by_option(tokens: Sequence[str]) -> list[_OptionWords]:
     """The words of a command line by option."""
     groups = [_OptionWords("", [])]
     for token in tokens:
