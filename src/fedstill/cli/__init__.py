@@ -161,7 +161,7 @@ def _with_home(value: Any) -> Any:
         return tuple(map(_with_home, value))
     if not isinstance(value, Path):
         return value
-    from fedstill.core.files import named_path
+    from fedstill.core.files import named_path  # --help needs no files, and starts without them
 
     return named_path(value)
 

@@ -134,7 +134,7 @@ def tracebacks(is_shown: bool) -> Iterator[None]:
 
 def say(text: str, code: int) -> int:
     """Print one line on the standard error, and return the exit code."""
-    from fedstill.core.files import neutral
+    from fedstill.core.files import neutral  # --help prints no error, and starts without it
 
     line = " ".join(text.split())
     print(f"fedstill: {neutral(line, 'terminal')}", file=sys.stderr)

@@ -77,7 +77,7 @@ def run_command(  # noqa: PLR0913 - the options of the command run
         from fedstill.running import runner
 
     experiment = experiment_of(config, set_, engine, federation)
-    settings = resolve(experiment)
+    settings = resolve(experiment)  # for progress and the table; the runner resolves it again
     with tracebacks(debug), followed(settings.rounds, settings.named.method.label, quiet) as watch:
         try:
             result = runner.run(

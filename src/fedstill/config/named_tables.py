@@ -88,6 +88,7 @@ class Named:
     def build(self) -> Any:
         """Build the object from its fields. Raises ConfigError if it refuses them."""
         try:
+            # The entry's preset is part of the values: its fields are defaults of the schema.
             return self.entry.target(**self.values)
         except (TypeError, ValueError) as error:
             message = (

@@ -365,6 +365,7 @@ def line_of(key: str, text: str) -> int:
     >>> line_of("plan.lr", "seed = 1\\n[plan]\\nepochs = 5\\nlr = 0.1\\n")
     4
     """
+    # The text is parsed from its start for each candidate. That is slow, but only errors do it.
     lines = text.split("\n")
     key = without_positions(key)
     last_part = key.rpartition(".")[2]

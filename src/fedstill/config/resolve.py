@@ -175,7 +175,7 @@ class Parts:
             metrics=_metrics(top),
         )
         check_precision(top.precision, top.device)
-        measures(top.measure)
+        measures(top.measure)  # raises ConfigError for measures that cannot be built
         return _with_table_defaults(top, self.packages, self.experiment)
 
     @cached_property
@@ -249,19 +249,23 @@ class Parts:
         return flower
 
     @cached_property
+    def _clients_as_written(self) -> ClientsTable:
+        """``[clients]``, with names as the config has them."""
+        return ClientsTable.read(self.experiment.table("clients"), "clients")
+
+    @cached_property
     def clients_table(self) -> ClientsTable:
         """``[clients]``, with resolved names."""
-        table = ClientsTable.read(self.experiment.table("clients"), "clients")
-        failures = table.failures
+        failures = self._clients_as_written.failures
         if failures is None:
             failures = "tolerate" if self.flower.is_deployed(self.top.engine) else "stop"
-        return table.changed(models=self.network_assignment.entry, failures=failures)
+        models = self.network_assignment.entry
+        return self._clients_as_written.changed(models=models, failures=failures)
 
     @cached_property
     def network_assignment(self) -> NetworkAssignment:
         """The networks that ``[clients]`` assigns to clients."""
-        table = ClientsTable.read(self.experiment.table("clients"), "clients")
-        return read_assignment(table.models, self.base)
+        return read_assignment(self._clients_as_written.models, self.base)
 
     @cached_property
     def client_networks(self) -> list[ClientNetwork | None]:

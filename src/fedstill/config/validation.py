@@ -160,7 +160,9 @@ finite. Unknown keys are errors.
 """
 
 Fields = Mapping[str, tuple[Any, Any]]
-"""The keys of a schema to be made: {key: (annotation, default)}, with ``...`` for no default."""
+"""The keys of a schema that ``schema_of`` makes: {key: (annotation, default)}, with ``...`` for no
+default.
+"""
 
 Schema = type[BaseModel]
 """The pydantic class that checks the values of a table."""
