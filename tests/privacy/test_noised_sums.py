@@ -92,6 +92,13 @@ def test_sums_that_noise_cannot_give_are_refused_and_those_that_it_gives_are_not
     )
 
 
+def test_sums_of_a_table_with_binary_columns_only_are_empty_and_not_refused() -> None:
+    work = NoisedSums((3,), (0, 1, 2), (), (), (), 5.0)
+    rows = work.sent(torch.ones(4, 3))
+    assert rows.tensor(SUMS_GROUP).shape == (0, 2)
+    assert work.refuses(reply(work, **rows)) == ""
+
+
 @pytest.mark.parametrize(
     ("count", "total", "squares"),
     [

@@ -318,6 +318,8 @@ ATTACKS = {
     "a device": [header("a/config.toml", 0, tarfile.CHRTYPE)],
     "a global header": [header("a", 512, tarfile.XGLTYPE), bytes(512)],
     "nothing behind a header": [header("a/config.toml", 5000)],
+    "a time beyond all clocks": [pax(mtime="1e300"), header("a/config.toml")],
+    "an infinite time": [pax(mtime="inf"), header("a/config.toml")],
 }
 
 

@@ -306,6 +306,23 @@ def test_so_are_runs_that_started_from_another_model(tmp_path: Path) -> None:
     assert not (then.folder / "config.toml").exists()
 
 
+def test_a_run_on_other_data_goes_with_the_run_that_it_started_from(tmp_path: Path) -> None:
+    own, others = (
+        rows(tmp_path / f"{name}.csv", seed) for seed, name in enumerate(("own", "others"))
+    )
+    experiment = toys.toy(data={"name": own}, **TABLES)
+    first, left = variants(experiment, tmp_path / "all", seeds=[1, 2])
+    run(first.experiment, first.folder)
+    changes = {"start_from": str(first.folder), "data.name": others}
+    start = experiment.with_values(changes, "test")
+    then = replace(seeded("then", start, 1, tmp_path / "then"), after=first)
+    run(then.experiment, then.folder)
+    rows(tmp_path / "own.csv", 9)
+    make_way([first, then, left], overwrite=True)
+    assert not (first.folder / "config.toml").exists()
+    assert not (then.folder / "config.toml").exists()
+
+
 @pytest.mark.slow
 def test_a_damaged_run_of_a_comparison_is_begun_anew(
     own: Path, capsys: pytest.CaptureFixture[str]

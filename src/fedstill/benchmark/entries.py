@@ -50,7 +50,7 @@ from fedstill.core.files import (
 from fedstill.core.registry import names as registered_names
 from fedstill.core.user_modules import code_named_by, trust_code_of, trust_content
 from fedstill.running.compare import Variant
-from fedstill.running.directory import readable
+from fedstill.running.directory import packs_below, readable
 from fedstill.running.journal import CONFIG_SEAL, Event, without_times
 from fedstill.running.result import summary_from_journal
 from fedstill.running.same_run import processor, software
@@ -356,11 +356,14 @@ def check_file_names(folder: Path) -> None:
 
 
 def find_entries(folder: Path) -> list[Path]:
-    """The folders of all entries in a folder and below it, in order; those in packs come last."""
+    """The folders of all entries in a folder and below it, in order.
+
+    Those in packs come last; a pack that is unpacked beside it is not read again.
+    """
     place = readable(folder)
     folders = [place]
     if place.is_dir():
-        folders += [readable(pack) for pack in sorted(place.glob("*.runs.tar.xz"))]
+        folders += [readable(pack) for pack in packs_below(place) if pack.parent == place]
     entries: list[Path] = []
     for unpacked in folders:
         entries += [path.parent for path in sorted(unpacked.rglob(ENTRY_FILE))]

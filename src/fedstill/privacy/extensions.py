@@ -177,12 +177,9 @@ class NoisedSums(SumsWork):
         if not isinstance(rows, Tensor) or rows.dtype != torch.float64:
             return ""
         bound = self.clip * (1 + FAR * self.noise) * (1 + ROUNDING)
-        largest = rows.abs().max()
         if bool((rows.abs() > bound).any()):
-            return (
-                f"its sums contain {float(largest):.3g}, but with noise they are at most "
-                f"{bound:.3g}"
-            )
+            largest = float(rows.abs().max())
+            return f"its sums contain {largest:.3g}, but with noise they are at most {bound:.3g}"
         return ""
 
     @property

@@ -372,6 +372,9 @@ class StopsWhenAsked:
 # Runs that are already in the folder of a comparison.
 
 
+ORIGIN_CLEARED = "holds a run that started from one that is begun anew"
+
+
 def make_way(variants: Sequence[Variant], overwrite: bool) -> None:
     """Delete other runs from the folders of variants; without ``overwrite``, raise RunExists for
     them.
@@ -384,7 +387,7 @@ def make_way(variants: Sequence[Variant], overwrite: bool) -> None:
     for variant in variants:
         reason = why_not_same(variant.settings, variant.folder)
         if not reason and variant.after is not None and variant.after.folder in cleared:
-            reason = "holds a run that started from one that is begun anew"
+            reason = ORIGIN_CLEARED
         if reason:
             _clear(variant, reason, overwrite)
             cleared.add(variant.folder)
@@ -393,9 +396,14 @@ def make_way(variants: Sequence[Variant], overwrite: bool) -> None:
     unfinished = [variant for variant in variants if not is_finished(variant.folder)]
     data = CurrentData([variant.settings for variant in unfinished])
     for variant in finished:
+        reason = ""
         if data.differ(variant.settings, start_of_journal(variant.folder)):
-            name = variant.settings.data.name
-            _clear(variant, f"holds a run that began before data {name!r} changed", overwrite)
+            reason = f"holds a run that began before data {variant.settings.data.name!r} changed"
+        elif variant.after is not None and variant.after.folder in cleared:
+            reason = ORIGIN_CLEARED
+        if reason:
+            _clear(variant, reason, overwrite)
+            cleared.add(variant.folder)
 
 
 def _clear(variant: Variant, reason: str, overwrite: bool) -> None:

@@ -733,7 +733,14 @@ def _pack_errors(packed: Path) -> Iterator[None]:
     """Convert the errors of a damaged or hostile pack to CorruptFile."""
     try:
         yield
-    except (tarfile.TarError, lzma.LZMAError, EOFError, OSError, ValueError) as error:
+    except (
+        tarfile.TarError,
+        lzma.LZMAError,
+        EOFError,
+        OSError,
+        ValueError,
+        OverflowError,
+    ) as error:
         raise CorruptFile(f"{packed} is no pack of runs, or is damaged: {error}") from error
 
 

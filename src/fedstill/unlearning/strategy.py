@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from fedstill.config.settings import PEERS, Settings
 from fedstill.core.errors import ConfigError, CorruptFile, IncompatibleMethod
 from fedstill.core.extensions import Event, NoRecorder, StageActor, StageProvider, StageResult
+from fedstill.core.files import in_shell
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.method import ClientWork
 from fedstill.core.records import SERVER, Payload, Plan, Reply, Stage, State, Tensors, World
@@ -59,7 +60,7 @@ class OriginalRun:
         settings = settings_of(folder)
         if not (folder / "summary.json").is_file():
             raise ConfigError(
-                f"{folder} is not finished; `fedstill resume {folder}` first, then unlearn"
+                f"{folder} is not finished; `fedstill resume {in_shell(str(folder))}` first, then unlearn"
             )
         if settings.on_sites:
             raise ConfigError(
