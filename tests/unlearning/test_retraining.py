@@ -183,6 +183,26 @@ def test_forgotten_examples_are_in_no_client_s_data(
     assert not same_bits(result.model, Result.of(folder).model)
 
 
+@pytest.mark.parametrize("name", ["fedadkd", "dsfl"])
+def test_a_client_without_examples_left_is_forgotten_too(name: str, tmp_path: Path) -> None:
+    """It has neither label shares nor logits, so it could not reply."""
+    experiment = toys.toy(
+        name,
+        rounds=2,
+        data={"public": toys.PUBLIC},
+        topology={"clients": 9},
+        partition={"kind": "pathological", "classes_per_client": 1},
+    )
+    folder = trained(experiment, tmp_path / "run")
+    original = OriginalRun.of(folder, toys.blobs())
+    counts = original.split.label_counts(original.labels, 3)
+    holders = {client for client in range(9) if counts[client][2]}
+    retrained(folder, UnlearningRequest(classes=(2,)), tmp_path / "new")
+    assert holders
+    assert set(OriginalRun.of(tmp_path / "new").earlier_request.clients) == holders
+    assert not holders & {event.get("client") for event in events(tmp_path / "new")}
+
+
 def table() -> Dataset:
     """Rows of three numbers, whose mean and spread are those of all clients' rows."""
     draw = torch.Generator().manual_seed(1)

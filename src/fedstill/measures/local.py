@@ -19,7 +19,7 @@ from torch import Tensor
 from fedstill.core.extensions import StageResult
 from fedstill.core.records import Examples, Tensors
 from fedstill.core.registry import register
-from fedstill.core.trees import only, sub
+from fedstill.core.trees import only, sub, zeros_like
 from fedstill.engines.client_measures import AtClient
 from fedstill.engines.passes import correct_by_class
 from fedstill.losses import cross_entropy
@@ -415,6 +415,8 @@ class Diversity(Measure):
 
 def _gradient(context: EvaluationContext, params: Tensors, data: Examples) -> Tensors:
     """The gradient of the mean loss over all examples, as a weighted mean over batches."""
+    if not len(data):
+        return zeros_like(contract.trainable_entries(context.spec, params))
     sizes = [len(part) for part in torch.split(torch.arange(len(data)), SHARD)]
     total: dict[str, torch.Tensor] = {}
     batches = context.passes().gradients(params, data, cross_entropy, SHARD)

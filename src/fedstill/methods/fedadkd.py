@@ -50,7 +50,7 @@ from torch import Tensor
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import NonNegative, Positive, Share
-from fedstill.core.label_counts import TensorLike, as_floats, gini_index, proportions
+from fedstill.core.label_counts import TensorLike, as_floats, gini_index
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     NOTHING,
@@ -267,7 +267,7 @@ class Adaptive(Decoupled):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload]:
-        gini = float(gini_index(proportions(view.counts)))
+        gini = float(gini_index(view.proportions))
         return Payload(params=params, gini=gini), NOTHING
 
 

@@ -8,7 +8,7 @@ whose sample contains one of them has one client less.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -89,6 +89,18 @@ class UnlearningRequest:
         """The split without the forgotten examples."""
         stays = ~self.forgets(split, labels)
         return ClientSplit.of_owners(split.positions[stays], split.owners[stays], len(split))
+
+    def with_emptied_clients(
+        self, split: ClientSplit, labels: NDArray[np.int64]
+    ) -> UnlearningRequest:
+        """The request that also names the clients that it leaves without examples, because they
+        cannot train. It is unchanged if no example remains.
+        """
+        sizes = self.remaining(split, labels).sizes
+        emptied = np.flatnonzero(sizes == 0).tolist()
+        if len(emptied) == len(split):
+            return self
+        return replace(self, clients=tuple(sorted({*self.clients, *emptied})))
 
 
 # ---- strategies by name --------------------------------------------------------------------------

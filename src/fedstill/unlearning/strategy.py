@@ -60,7 +60,8 @@ class OriginalRun:
         settings = settings_of(folder)
         if not (folder / "summary.json").is_file():
             raise ConfigError(
-                f"{folder} is not finished; `fedstill resume {in_shell(str(folder))}` first, then unlearn"
+                f"{folder} is not finished; `fedstill resume {in_shell(str(folder))}` first, then "
+                "unlearn"
             )
         if settings.on_sites:
             raise ConfigError(
@@ -107,9 +108,20 @@ class OriginalRun:
 
     def affected(self, request: UnlearningRequest) -> frozenset[int]:
         """The clients that a request names, and those that hold a forgotten example."""
-        sites = self.prepared.sites
-        assert sites.split is not None  # real sites were rejected
-        return request.affected(sites.split, sites.train.labels.cpu().numpy())
+        return request.affected(self.split, self.labels)
+
+    @property
+    def split(self) -> ClientSplit:
+        """The examples of each client."""
+        split = self.prepared.sites.split
+        assert split is not None  # real sites were rejected
+        return split
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """The labels of the training set (n,)."""
+        labels: NDArray[np.int64] = self.prepared.sites.train.labels.cpu().numpy()
+        return labels
 
 
 # ---- the rounds of the original run, repeated from its kept updates: nothing is trained ----------

@@ -113,7 +113,8 @@ def carry_out(
 class UnlearningPlan:
     """An unlearning that was checked and can start.
 
-    ``request``: with everything that the original run has already forgotten.
+    ``request``: with everything that the original run has already forgotten, and with the clients
+    that have no examples left.
     """
 
     original: OriginalRun
@@ -137,6 +138,7 @@ class UnlearningPlan:
         original = OriginalRun.of(directory, data)
         request = _merged(original.earlier_request, request)
         _check(original, request, strategy)
+        request = request.with_emptied_clients(original.split, original.labels)
         rounds = strategy.rounds(original, request)
         experiment = _new_experiment(original, request, strategy, rounds)
         return cls(
