@@ -288,7 +288,7 @@ class Step(Protocol):
     """
 
     x: Tensor  # (B, *shape of an input): images (B, channels, H, W), vectors (B, D), series, tokens
-    index: Tensor  # (B,) int64, positions in the site's data
+    index: Tensor  # (B,) int64, positions in the training examples (``TrainingStart.only``)
     mask: Tensor  # (B,) float, 1 for real examples and 0 for padding
     params: Tensors  # the parameters in training, for penalties
 

@@ -290,15 +290,11 @@ def all_equal(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 
 @contextmanager
 def on_own_stream(device: torch.device) -> Iterator[None]:
-    """A context for training on a GPU, with a stream in which steps can be recorded. It has no
-    effect on the CPU.
+    """A context for training on a GPU, with a stream in which steps can be recorded.
 
     Threads take turns. Otherwise, a recording would contain the kernels of another thread, and both
     would draw from the same generator.
     """
-    if device.type != "cuda":
-        yield
-        return
     with _card_lock:
         if not may_record_steps(device):
             yield

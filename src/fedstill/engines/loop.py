@@ -295,11 +295,10 @@ class Training:
         """Update the trained entries by a rule that combines the gradients of single examples;
         return the mean terms, or no terms if the step has no examples.
         """
+        from fedstill.engines.stack import example_gradients  # lazy, because few runs need it
 
         def example_terms(entries: Tensors, example: StepInputs) -> Terms:
             return self._terms(self.work.terms, {**self.params, **entries}, example)
-
-        from fedstill.engines.stack import example_gradients  # lazy, because few runs need it
 
         by_example: dict[str, Tensor] = {}
         terms: Terms = {}

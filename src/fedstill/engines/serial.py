@@ -31,6 +31,7 @@ from fedstill.core.records import (
     Examples,
     Keep,
     Payload,
+    Plan,
     Reply,
     Stage,
     Tensors,
@@ -333,19 +334,26 @@ class SerialEngine:
         if plan is None or not started.start.params:
             return TimedTraining()
         began = time.perf_counter()
-        setup = TrainingSetup(
-            plan=plan,
-            stage=stage,
-            inputs=self.sites.inputs,
-            seed=started.job.seed,
-            precision=self.precision,
-            teacher_precision=self.teacher_precision,
+        setup = replace(
+            self._training_setup(plan, stage, started.job.seed),
             by_epoch=self._keeps_epochs(stage) and started.start.model is None,
-            lr_round=self.world.stream.within(stage.round),
             rule=self._gradient_rule(started.view, stage),
         )
         trained = train(started.job.work, started.start, started.view, setup)
         return TimedTraining(trained, time.perf_counter() - began)
+
+    def _training_setup(self, plan: Plan, stage: Stage, seed: int) -> TrainingSetup:
+        """The set-up of a stage that all clients share."""
+        return TrainingSetup(
+            plan=plan,
+            stage=stage,
+            inputs=self.sites.inputs,
+            seed=seed,
+            precision=self.precision,
+            teacher_precision=self.teacher_precision,
+            by_epoch=self._keeps_epochs(stage),
+            lr_round=self.world.stream.within(stage.round),
+        )
 
     def _keeps_epochs(self, stage: Stage) -> bool:
         """Whether a hook needs the parameters after every epoch of a stage."""
@@ -411,9 +419,8 @@ class SerialEngine:
         """
         if not self.hooks or not params or started.start.model is not None:
             return {}
-        from fedstill.engines.client_measures import (
-            AtClient,  # lazy, because some runs need no hooks
-        )
+        # Lazy, because some runs need no hooks.
+        from fedstill.engines.client_measures import AtClient
 
         view = started.view
         before = self._answering(started, started.start.params)

@@ -119,18 +119,6 @@ class VectorisedEngine(PooledEngine):
             return f"{type(work).__name__} cannot run under torch.func.vmap: {on_one_line(error)}"
         return ""
 
-    def _training_setup(self, plan: Plan, stage: Stage, seed: int) -> TrainingSetup:
-        return TrainingSetup(
-            plan=plan,
-            stage=stage,
-            inputs=self.sites.inputs,
-            seed=seed,
-            precision=self.precision,
-            teacher_precision=self.teacher_precision,
-            by_epoch=self._keeps_epochs(stage),
-            lr_round=self.world.stream.within(stage.round),
-        )
-
     def _can_stack(self, clients: Sequence[int], plan: Plan) -> bool:
         if len(clients) < 2 or not all(hook.stackable for hook in self.hooks):
             return False

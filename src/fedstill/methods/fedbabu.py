@@ -14,11 +14,9 @@ the paper.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
-
-from torch import Tensor
 
 from fedstill.core.capabilities import Need
 from fedstill.core.method import ClientWork
@@ -27,7 +25,6 @@ from fedstill.core.records import (
     Payload,
     Plan,
     Stage,
-    State,
     Tensors,
     TrainingResult,
     TrainingStart,
@@ -35,7 +32,7 @@ from fedstill.core.records import (
     World,
 )
 from fedstill.core.registry import method
-from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.methods.fedavg import FEDNTD_PLAN
 from fedstill.methods.fit import LAST
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared, in_head
 
@@ -53,6 +50,8 @@ class FedBABU(PartlyShared):
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, LAST: FEDNTD_PLAN}
     personal: ClassVar[frozenset[str]] = frozenset({LAST})
     silent: ClassVar[frozenset[str]] = frozenset({LAST})
+    has_global_model: ClassVar[bool] = True
+    """The averaged body with the common head."""
 
     def shares(self, entries: Sequence[str]) -> Sequence[str]:
         return [name for name in entries if not in_head(name)]
@@ -61,10 +60,6 @@ class FedBABU(PartlyShared):
         if stage.name == LAST:
             return KeepsItsOwn(self, LAST)
         return BodyAlone(self, stage.name)
-
-    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        """The averaged body with the common head."""
-        return FedAvg.predictors(self, state, world)
 
 
 @dataclass(frozen=True)

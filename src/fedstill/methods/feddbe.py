@@ -20,7 +20,7 @@ other methods' tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -47,7 +47,7 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
-from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.methods.fedavg import FEDNTD_PLAN
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
 from fedstill.models.building import ADDED
 from fedstill.models.contract import width
@@ -67,6 +67,8 @@ class FedDBE(PartlyShared):
     stages: ClassVar[frozenset[str]] = frozenset({MEANS, "train"})
     needs: ClassVar[Need] = Need.SAME_SHAPES | Need.FEATURES | Need.HEAD
     adds: ClassVar[Addition] = Addition.SHIFT
+    has_global_model: ClassVar[bool] = True
+    """The averaged model, without a shift."""
     plans: ClassVar[Mapping[str, Plan]] = {MEANS: FEDNTD_PLAN, "train": FEDNTD_PLAN}
 
     aggregation: Aggregation = "examples"
@@ -107,10 +109,6 @@ class FedDBE(PartlyShared):
         if stage.name == MEANS:
             return state.next(consensus=self.averaged(replies, None, "mean")["h"])
         return super().aggregate(state, replies, stage, world)
-
-    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        """The global model, without a shift."""
-        return FedAvg.predictors(self, state, world)
 
 
 class SendMean(KeepsItsOwn):

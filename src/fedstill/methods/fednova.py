@@ -216,12 +216,13 @@ def normalised_mean(
     Source: Wang et al. (2020), FedNova, eq. 6.
     """
     total = sum(r.examples for r in replies)
-    by_size = weighting == "examples" and total > 0
-    shares = [r.examples / total if by_size else 1 / len(replies) for r in replies]
-    reach = sum(p * a for p, a in zip(shares, steps, strict=True))
+    shares = [1 / len(replies)] * len(replies)
+    if weighting == "examples" and total > 0:
+        shares = [r.examples / total for r in replies]
+    mean_steps = sum(p * a for p, a in zip(shares, steps, strict=True))
     out = dict(start)
     for reply, p, a in zip(replies, shares, steps, strict=True):
         if a > 0:
             change = trees.sub(start, trees.only(reply.content.params, start))
-            out = trees.sub(out, trees.scale(change, reach * p / a))
+            out = trees.sub(out, trees.scale(change, mean_steps * p / a))
     return out

@@ -21,7 +21,7 @@ included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -36,7 +36,6 @@ from fedstill.core.records import (
     ModelSpec,
     Payload,
     Stage,
-    State,
     Step,
     Teacher,
     Tensors,
@@ -47,7 +46,6 @@ from fedstill.core.records import (
 from fedstill.core.registry import method
 from fedstill.core.trees import dtype_of
 from fedstill.losses import adjusted_cross_entropy, cross_entropy
-from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
 from fedstill.models.building import ADDED, personal_logits, with_both_heads
 
@@ -61,6 +59,8 @@ class FedROD(PartlyShared):
 
     needs: ClassVar[Need] = Need.SAME_SHAPES | Need.FEATURES | Need.HEAD
     adds: ClassVar[Addition] = Addition.OWN_HEAD
+    has_global_model: ClassVar[bool] = True
+    """The model with the generic head."""
 
     aggregation: Aggregation = "examples"
     gamma: NonNegative = 1.0
@@ -83,10 +83,6 @@ class FedROD(PartlyShared):
 
     def work(self, stage: Stage) -> ClientWork:
         return BothHeads(self, stage.name, self.gamma)
-
-    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        """The generic model."""
-        return FedAvg.predictors(self, state, world)
 
 
 @dataclass(frozen=True)

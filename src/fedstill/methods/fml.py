@@ -16,7 +16,7 @@ batches of 128 with a weight decay of 5e-4. Here clients train as in the other m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,7 +28,6 @@ from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     ModelSpec,
     Stage,
-    State,
     Step,
     Teacher,
     Tensors,
@@ -37,7 +36,6 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.losses import cross_entropy, kd
-from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
 from fedstill.models.adapted import personal_network
 from fedstill.models.functional import run_part
@@ -51,6 +49,8 @@ class FML(PartlyShared):
     """
 
     needs: ClassVar[Need] = Need.PAIR
+    has_global_model: ClassVar[bool] = True
+    """The shared network."""
 
     alpha: Share = 0.5
     """Weight of the labels in the loss of the personal network; the remainder is the weight of the
@@ -77,10 +77,6 @@ class FML(PartlyShared):
 
     def work(self, stage: Stage) -> ClientWork:
         return Mutual(self, stage.name, self.alpha, self.beta)
-
-    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        """The shared network."""
-        return FedAvg.predictors(self, state, world)
 
 
 @dataclass(frozen=True)

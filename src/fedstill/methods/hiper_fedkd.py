@@ -126,7 +126,9 @@ class HiPerFedKD(LogitExchange):
     def temperature_of(self, state: State, client: int) -> float:
         if self.temperatures == "off":
             return 1.0
-        labels = state.extra.get("labels", torch.zeros(client + 1, 1))  # (clients, C)
+        if "labels" not in state.extra:
+            return self.high
+        labels = state.extra.tensor("labels")  # (clients, C)
         if not labels[client].any():
             return self.high
         mean_shares = proportions(labels[labels.any(1)]).mean(0)

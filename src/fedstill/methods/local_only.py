@@ -5,8 +5,7 @@ Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learni
 (QKT), section 4.1, Table 2, and appendices A.2 and A.6.2.
 State: no global parameters, except with ``fedavg_once``; model.N = the model that client N trained
 alone; size.N = its number of examples.
-Memory: params = the client's own model, with
-``fedavg_once`` if rounds follow.
+Memory: params = the client's own model, with ``fedavg_once`` if rounds follow.
 Reading: for ``fedavg_once``, the paper states one round of FedAvg. We average completely trained
 models, because a single exchange between peers can provide these. Models with the same initial
 weights that were trained separately average to about chance, as in the paper.

@@ -1,7 +1,6 @@
 """PFNM: matches the hidden units of separately trained networks, so that they can be averaged.
 
 Plain chains of layers are matched exactly, the channels inside residual blocks approximately.
-
 """
 
 from __future__ import annotations
@@ -440,11 +439,13 @@ def match_residual(
     same order and averaged.
     """
     models: list[Tensors] = list(fitted.models)
-    for (convolution, norms), (following, _) in pairwise(last_block(module(spec)) or []):
+    for part, next_part in pairwise(last_block(module(spec))):
+        convolution = part.convolution
+        norms = part.followers
         layers = [_channels(convolution, norms, params) for params in models]
         matched = match_inputs(layers, replace(setting, grow=False), draw)
         models = [
-            _in_order(params, places, (convolution, *norms), following)
+            _in_order(params, places, (convolution, *norms), next_part.convolution)
             for params, places in zip(models, matched.places, strict=True)
         ]
 

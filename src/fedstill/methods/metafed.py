@@ -4,8 +4,8 @@ Source: Chen et al., "MetaFed: Federated Learning among Federations with Cyclic 
 Distillation for Personalized Healthcare" (2022), and its code.
 Symbols: theta_1 = ``keeps_above``, theta_2 = ``listens_below``; lambda = ``strength``.
 State: the model of the last client; ring = 1 once there is such a model.
-Memory: params = the
-client's own model; ready = 1 once its held-out accuracy has exceeded theta_1, 0 before.
+Memory: params = the client's own model; ready = 1 once its held-out accuracy has exceeded theta_1,
+0 before.
 Reading: a client that is not ready starts from the weights of the previous client. A client that is
 ready starts from its own weights, and aligns its features with those of the previous client. The
 last stage follows the same rule, as in the code.

@@ -43,7 +43,7 @@ from fedstill.core.records import (
     many,
 )
 from fedstill.core.registry import method
-from fedstill.losses import cross_entropy, kd
+from fedstill.losses import kd
 from fedstill.methods.fit import FIT, FITTING, Fit, fitted_models, queries_of, with_students
 from fedstill.methods.local_only import LocalOnly, asked_peers
 
@@ -146,7 +146,7 @@ class Distilled(ClientWork):
         return TrainingStart(payload.params, teachers=peer_teachers(payload, world))
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        terms = {"ce": step.weighted(cross_entropy(step.logits(), step.y))}
+        terms = super().terms(step, start)
         if start.teachers:
             teachers = torch.stack([step.teacher(name) for name in start.teachers])  # (T, B, C)
             divergences = kd(step.logits(), teachers, self.method.temperature)  # (T, B)

@@ -9,8 +9,7 @@ Source: of LG-FedAvg, Liang et al., "Think Locally, Act Globally: Federated Lear
 Global Representations" (2020), and its code.
 Symbols: ``layers`` = the number of global layers, from the top.
 State: the global parameters, of which only the top layers are trained; nothing more.
-Memory: params
-= the client's complete model.
+Memory: params = the client's complete model.
 Reading: the code starts from a model after 1,200 rounds of federated averaging, and then averages
 the last two layers of one convolutional network, or three of the other, for 200 rounds: set
 ``start_from`` and ``layers``.
@@ -62,6 +61,8 @@ class PartlyShared(FedAvg):
     personal: ClassVar[frozenset[str]] = frozenset({"train"})
     silent: ClassVar[frozenset[str]] = frozenset()
     """The stages in which a client trains its own entries, and sends nothing."""
+    has_global_model: ClassVar[bool] = False
+    """Whether the server's entries are a model that predicts, though some are not shared."""
 
     aggregation: Aggregation = "uniform"
 
@@ -94,8 +95,9 @@ class PartlyShared(FedAvg):
         return state.next(params={**state.params, **averaged})
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        """The global model, if all trained entries are shared."""
-        if trainable_names(world.model(SERVER)) <= set(self.shared(state.params)):
+        """The global model, if there is one, or if all trained entries are shared."""
+        shared = set(self.shared(state.params))
+        if self.has_global_model or trainable_names(world.model(SERVER)) <= shared:
             return super().predictors(state, world)
         return {}
 

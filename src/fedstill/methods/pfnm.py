@@ -10,8 +10,7 @@ after the first match; if a layer has ``most`` global units, a client adds at mo
 State: the global parameters, and their architecture, once units are matched; candidate.N = the
 model of the Nth setting, until clients have evaluated all candidates; labels = the census's label
 counts (clients, C).
-Memory: params = the client's own model, from which it continues if rounds
-follow.
+Memory: params = the client's own model, from which it continues if rounds follow.
 Reading: QKT gives no settings. PFNM's code tries 3 gamma x 3 sigma^2 x 2 sigma_0^2 and takes the
 candidate with the best training accuracy. Here the server sends every candidate to the clients (the
 stage ``transfer``), which count the correct predictions on their own data. With a single candidate,

@@ -2,8 +2,7 @@
 of them, and refines its head.
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments"
-(2025), eq. 2 to 4; selective weight masking from appendix A.5; var-E from appendix
-A.6.4.
+(2025), eq. 2 to 4; selective weight masking from appendix A.5; var-E from appendix A.6.4.
 Symbols: Q = the client's query; Y_S = its own classes; lambda = ``query_weight``; alpha, tau as in
 naive KD; T_Q = the teachers whose mean softmax on ``samples`` examples of noise reaches
 ``threshold`` for a class of Q; Z = ``frozen``.
@@ -226,7 +225,7 @@ class Queried(ClientWork):
         return TrainingStart(payload.params, teachers, constants=constants)
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        terms = {"ce": step.weighted(cross_entropy(step.logits(), step.y))}
+        terms = super().terms(step, start)
         if start.teachers:
             teachers = torch.stack([step.teacher(name) for name in start.teachers])  # (T, B, C)
             terms["teachers"] = self.distillation(

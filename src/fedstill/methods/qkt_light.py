@@ -6,8 +6,7 @@ Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learni
 State: no global parameters; model.N = the model that client N trained alone; size.N = its number of
 examples; student.N = client N's model after its own last phase; shared = the model of phase 1, if
 one client or the server executes it for all.
-Memory: peer.N = the model of client N, between the
-phases, if each client executes phase 1 itself.
+Memory: peer.N = the model of client N, between the phases, if each client executes phase 1 itself.
 Reading: with "student data" (``qkt_light``), each client executes phase 1 on its own data. With
 "volunteer client", the client with the most examples executes it for all. With "centralized
 server", the server executes it on public images without reading their labels.
@@ -31,7 +30,6 @@ import torch
 from torch import Tensor
 
 from fedstill.core.capabilities import Need
-from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     Payload,
@@ -169,12 +167,10 @@ class QKTLightServer(QKTLight):
     all models.
     """
 
-    def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
+    def incompatibility(self, stages: Sequence[Stage], world: World) -> str:
         if not any(stage.name == TRANSFER_SERVER for stage in stages):
-            raise IncompatibleMethod(
-                f"this method needs a server stage; set topology.server = {TRANSFER_SERVER!r}"
-            )
-        return state
+            return f"this method needs a server stage; set topology.server = {TRANSFER_SERVER!r}"
+        return super().incompatibility(stages, world)
 
     def payload_for_client(
         self, state: State, client: int, stage: Stage, world: World

@@ -183,14 +183,19 @@ class SFedKD(TaughtByLastRound):
     smoothing: Annotated[float, Interval(gt=0, le=1)] = SMOOTHING
     """Number by which both sides of a KL distance are smoothed."""
 
+    @property
+    def weights_teachers(self) -> bool:
+        """Whether a term weights teachers by label distance."""
+        return self.g or self.h
+
     def requires(self) -> Need:
-        if self.g or self.h:
+        if self.weights_teachers:
             return super().requires() | Need.LABEL_COUNTS
         return super().requires()
 
     def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
         begun_state = super().begin_round(state, stages, world)
-        if not (self.g or self.h):
+        if not self.weights_teachers:
             return begun_state
         # The label counts are still those of the round in which the teachers trained.
         teachers = list(begun_state.extra.many("teacher"))
@@ -198,7 +203,7 @@ class SFedKD(TaughtByLastRound):
 
     def payload_for_client(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         payload = super().payload_for_client(state, client, stage, world)
-        if not payload.many("teacher") or not (self.g or self.h):
+        if not payload.many("teacher") or not self.weights_teachers:
             return payload
         counts = state.extra.tensor("labels")[client]
         if not bool(counts.sum() > 0):  # it missed the census: all teachers count alike

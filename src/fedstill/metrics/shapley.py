@@ -35,7 +35,7 @@ NODES = ((0.5 - _ROOT / 2, 5 / 18), (0.5, 8 / 18), (0.5 + _ROOT / 2, 5 / 18))
 
 
 class ContributionTable(NamedTuple):
-    """ContributionTable (m, C) and their error: the gap (C,) of their sums, or standard errors
+    """Contributions (m, C), and as their error the gap (C,) of their sums or standard errors
     (m, C).
     """
 

@@ -8,6 +8,7 @@ may be an ``nn.Unflatten``, which turns series into images with one row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -41,20 +42,30 @@ def plain_chain(m: nn.Module) -> list[str] | None:
     return [*names, "head"]
 
 
-def last_block(m: nn.Module) -> list[tuple[str, list[str]]] | None:
-    """The convolutions of a residual network's last block, each with the layers that follow it
-    before the next convolution; None for a network without residual blocks.
+@dataclass(frozen=True)
+class ConvolutionPart:
+    """The name of a convolution, and the names of the layers before the next convolution."""
+
+    convolution: str
+    followers: list[str] = field(default_factory=list)
+
+
+def last_block(m: nn.Module) -> list[ConvolutionPart]:
+    """The convolutions of a residual network's last block; none for a network without residual
+    blocks.
     """
-    blocks = [(name, part) for name, part in m.named_modules() if isinstance(part, Residual)]
+    blocks = {name: part for name, part in m.named_modules() if isinstance(part, Residual)}
     if not blocks:
-        return None
-    chains: list[tuple[str, list[str]]] = []
-    for name, layer in blocks[-1][1].path.named_children():
+        return []
+    block_name, block = list(blocks.items())[-1]
+    parts: list[ConvolutionPart] = []
+    for child, layer in block.path.named_children():
+        name = f"{block_name}.path.{child}"
         if isinstance(layer, nn.Conv2d):
-            chains.append((f"{blocks[-1][0]}.path.{name}", []))
-        elif chains:
-            chains[-1][1].append(f"{blocks[-1][0]}.path.{name}")
-    return chains
+            parts.append(ConvolutionPart(name))
+        elif parts:
+            parts[-1].followers.append(name)
+    return parts
 
 
 def levels(m: nn.Module) -> list[str]:
