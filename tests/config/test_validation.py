@@ -14,7 +14,7 @@ from torch import nn
 from fedstill.config.experiment import Experiment
 from fedstill.config.named_tables import NAMED, schema_of_name
 from fedstill.config.resolve import resolve
-from fedstill.config.tables import DataTable, PackageTable, record_tables
+from fedstill.config.tables import DataTable, PackageTable, TopKeys, record_tables
 from fedstill.config.validation import (
     MISSING_KEY,
     UNKNOWN_KEY,
@@ -117,6 +117,15 @@ def test_a_value_of_another_type_is_answered_with_the_legal_one(value: Any, hint
     with pytest.raises(WrongConfig) as caught:
         Waits.read({"wait": value}, "waits")
     assert caught.value.problems[0].hint == (f"write {hint}" if hint else "")
+
+
+def test_a_value_that_would_be_wrong_in_a_list_gets_no_advice_to_write_one() -> None:
+    schema = schema_of_record(TopKeys)
+    with pytest.raises(WrongConfig) as caught:
+        validated(schema, {"threads": "two", "measure": "local"}, "")
+    by_key = {problem.key: problem for problem in caught.value.problems}
+    assert by_key["threads"].code == "int_type"
+    assert by_key["measure"].hint == "write a list, ['local']"
 
 
 def test_every_key_is_described() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, Self, get_type_hints
 
@@ -356,12 +356,11 @@ class _Report:
         error = self._simplest(key, errors)
         value = value_text(error["input"])
         if error["type"] in LIST_EXPECTED:
-            items = _as_items(self.values[key])
             return replace(
                 problem,
                 code=error["type"],
                 reason=f"= {value}",
-                hint=f"write a list, {value_text(items)}",
+                hint=f"write a list, {value_text(self._items(key))}",
             )
         message = error["msg"]
         return replace(
@@ -380,33 +379,40 @@ class _Report:
 
     def _simplest(self, key: str, errors: Sequence[ErrorDetails]) -> ErrorDetails:
         """The error to show. Where a key takes a table or a list, that is the one about the list,
-        which is easier to write.
+        which is easier to write. Where it takes a list or something else, and the value would be
+        wrong in a list, that is the first one about something else.
         """
         first = errors[0]
-        if first["type"] != "dict_type" or isinstance(self.values[key], tuple):
-            return first
-        about_lists = (error for error in errors if error["type"] == "tuple_type")
-        return next(about_lists, first)
+        preferred: Iterable[ErrorDetails] = ()
+        if first["type"] == "dict_type" and not isinstance(self.values[key], tuple):
+            preferred = (error for error in errors if error["type"] == "tuple_type")
+        elif first["type"] in LIST_EXPECTED and not self._is_legal(key, self._items(key)):
+            preferred = (error for error in errors if error["type"] not in LIST_EXPECTED)
+        return next(iter(preferred), first)
+
+    def _items(self, key: str) -> tuple[Any, ...]:
+        """The value of a key as the items of a list."""
+        value = self.values[key]
+        if isinstance(value, tuple):
+            return value
+        if isinstance(value, str):
+            return tuple(list_items(value))
+        return (value,)
+
+    def _is_legal(self, key: str, value: Any) -> bool:
+        """Whether a key could have another value."""
+        return key not in _errors(self.schema, {**self.values, key: value})
 
     def _other_type(self, key: str) -> str:
         """Advice to write the same value with a type that is legal; empty if there is none."""
         for reading in _readings(self.values[key]):
-            if key not in _errors(self.schema, {**self.values, key: reading}):
+            if self._is_legal(key, reading):
                 return f"write {_as_toml(reading)}"
         return ""
 
 
 LIST_EXPECTED = ("tuple_type", "list_type")
 """pydantic's errors about a value that must be a list."""
-
-
-def _as_items(value: Any) -> tuple[Any, ...]:
-    """A value as the items of a list."""
-    if isinstance(value, tuple):
-        return value
-    if isinstance(value, str):
-        return tuple(list_items(value))
-    return (value,)
 
 
 LARGEST_READ = 10**15
