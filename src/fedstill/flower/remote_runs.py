@@ -138,13 +138,54 @@ class FlowerRuns:
     def connect(
         self, prepared: Prepared, folder: Path, identity: Callable[[], str], grid: Grid | None
     ) -> FlowerEngine:
-        """The engine of a run over a grid, by default over one inside this process."""
-        return connect(prepared, folder, identity, grid)
+        """The engine of a run whose clients are reached over Flower.
+
+        ``folder``: the run's directory. ``identity``: returns the run's identity. ``grid``: a
+        Flower grid whose nodes are the clients; without a grid, the clients work in this process,
+        over a loopback grid.
+        """
+        settings = prepared.settings
+        if grid is None:
+            app = trial_app(settings, prepared.dataset, folder / "sites")
+            grid = LoopbackGrid(app, range(settings.clients))
+        clock: Clock = time
+        if isinstance(grid, LoopbackGrid):
+            clock = grid
+        config = settings.toml
+        sha = digest(config.encode())
+
+        limits = ReplyLimits(prepared)
+
+        def request(**fields: Any) -> Request:
+            return Request(
+                version=VERSION,
+                config=config,
+                sha=sha,
+                run=identity(),
+                reply_limit=limits.of(fields["client"], fields["stage"]),
+                **fields,
+            )
+
+        return FlowerEngine(
+            server_engine=prepared.engine(StoredMemory(folder / "memory")),
+            fleet=Fleet(grid, patience(settings), clock),
+            request=request,
+            facts=_facts(prepared),
+            start=_start(prepared),
+            measures=prepared.client_measures(site=True),
+            truth=truth_of(prepared),
+        )
 
     def informed(self, engine: RunEngine, prepared: Prepared) -> FlowerEngine:
-        """The engine of a run whose data were prepared again."""
+        """The engine for a run whose facts have become known, with the same connection."""
         assert isinstance(engine, FlowerEngine)
-        return informed(engine, prepared)
+        server_engine = replace(engine.server_engine, world=prepared.world, sites=prepared.sites)
+        return replace(
+            engine,
+            server_engine=server_engine,
+            facts=_facts(prepared),
+            truth=truth_of(prepared),
+        )
 
     def submit(self, settings: Settings, folder: Path, resume: bool, watch: Progress) -> Result:
         """Submit a run in a directory to a federation's server, and wait until it ends.
@@ -237,48 +278,6 @@ def _raise_if_ended(control: Control, run: int, folder: Path) -> None:
 # The engine of a run, over a given grid or one inside this process
 
 
-def connect(
-    prepared: Prepared, folder: Path, identity: Callable[[], str], grid: Grid | None
-) -> FlowerEngine:
-    """The engine of a run whose clients are reached over Flower.
-
-    ``folder``: the run's directory. ``identity``: returns the run's identity. ``grid``: a Flower
-    grid whose nodes are the clients; without a grid, the clients work in this process, over a
-    loopback grid.
-    """
-    settings = prepared.settings
-    if grid is None:
-        app = trial_app(settings, prepared.dataset, folder / "sites")
-        grid = LoopbackGrid(app, range(settings.clients))
-    clock: Clock = time
-    if isinstance(grid, LoopbackGrid):
-        clock = grid
-    config = settings.toml
-    sha = digest(config.encode())
-
-    limits = ReplyLimits(prepared)
-
-    def request(**fields: Any) -> Request:
-        return Request(
-            version=VERSION,
-            config=config,
-            sha=sha,
-            run=identity(),
-            reply_limit=limits.of(fields["client"], fields["stage"]),
-            **fields,
-        )
-
-    return FlowerEngine(
-        server_engine=prepared.engine(StoredMemory(folder / "memory")),
-        fleet=Fleet(grid, patience(settings), clock),
-        request=request,
-        facts=_facts(prepared),
-        start=_start(prepared),
-        measures=prepared.client_measures(site=True),
-        truth=truth_of(prepared),
-    )
-
-
 def _facts(prepared: Prepared) -> Mapping[str, Any]:
     """The facts in each request; empty for a trial that starts from random weights."""
     if prepared.settings.on_sites:
@@ -293,17 +292,6 @@ def _start(prepared: Prepared) -> Tensors:
     if prepared.world.start is None:
         return {}
     return prepared.world.start.params
-
-
-def informed(engine: FlowerEngine, prepared: Prepared) -> FlowerEngine:
-    """The engine for a run whose facts have become known, with the same connection."""
-    server_engine = replace(engine.server_engine, world=prepared.world, sites=prepared.sites)
-    return replace(
-        engine,
-        server_engine=server_engine,
-        facts=_facts(prepared),
-        truth=truth_of(prepared),
-    )
 
 
 BYTES_OF_NUMBER = 8

@@ -494,16 +494,7 @@ def on_own_data(settings: Settings, facts: Facts, site: Site, start: Tensors) ->
         tests[site.client] = own.test
     data = ClientData(train=own.train, split=None, public=own.public, client_tests=tests)
     world = _world(settings, facts, own.public, start)
-    sites = site_views(settings, world, facts.inputs(settings), data)
-    check_at_site(settings, world, sites)
-    prepared = Prepared(
-        settings=settings,
-        dataset=own.dataset,
-        world=world,
-        sites=sites,
-        scaler=own.scaler,
-        metrics=run_metrics(settings, facts.classes),
-    )
+    prepared = _prepared(settings, facts, own.dataset, own.scaler, data=data, world=world)
     return Ready(settings, prepared)
 
 
@@ -528,32 +519,47 @@ def on_own_tasks(settings: Settings, facts: Facts, site: Site, round: int, start
     train = concatenated(list(by_task.values()) or [no_examples])
     sizes = [len(examples) for examples in by_task.values()]
     task_of_example = np.repeat(np.array([*by_task], dtype=np.int64), sizes)
+    task_tests: Mapping[int, Examples] = {}
+    if site.evaluate:
+        task_tests = own.tests
     data = ClientData(
         train=train,
         split=None,
         public=own.public,
         tasks=replace(cut, task=task_of_example),
-        task_tests=own.tests if site.evaluate else {},
+        task_tests=task_tests,
     )
     world = replace(_world(settings, facts, own.public, start), stream=stream)
+    prepared = _prepared(settings, facts, own.dataset, own.scaler, data=data, world=world)
+    return Ready(settings, prepared, own)
+
+
+def _prepared(
+    settings: Settings,
+    facts: Facts,
+    dataset: Dataset,
+    scaler: Scaler,
+    *,
+    data: ClientData,
+    world: RunWorld,
+) -> Prepared:
+    """The run on a site's data; ``dataset``: before scaling. Raises ConfigError for data that the
+    run cannot use.
+    """
     sites = site_views(settings, world, facts.inputs(settings), data)
     check_at_site(settings, world, sites)
-    prepared = Prepared(
+    return Prepared(
         settings=settings,
-        dataset=own.dataset,
+        dataset=dataset,
         world=world,
         sites=sites,
-        scaler=own.scaler,
+        scaler=scaler,
         metrics=run_metrics(settings, facts.classes),
     )
-    return Ready(settings, prepared, own)
 
 
 def _world(settings: Settings, facts: Facts, public: Examples | None, start: Tensors) -> RunWorld:
     classes = len(facts.classes)
-    public_examples = 0
-    if public:
-        public_examples = len(public)
-    world = world_of(settings, facts.shape, classes, public_examples, facts.vocabulary)
+    world = world_of(settings, facts.shape, classes, len(public or ()), facts.vocabulary)
     world = started(settings, world, start)
     return extended(settings, world, lambda: torch.zeros(0, classes))

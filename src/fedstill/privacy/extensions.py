@@ -1,8 +1,8 @@
 """What privacy adds to a run: secure sums, private training, noise on logits and on sums, and
 budgets.
 
-The code of each is imported only by runs that use it. Budgets are counted from the events of the
-journal, so a resumed run continues to count.
+The code of secure sums is imported only by runs that use them. Budgets are counted from the events
+of the journal, so a resumed run continues to count.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ from fedstill.core.records import NOTHING, SERVER, Payload, Reply, Stage, World
 from fedstill.core.rounds import Schedule
 from fedstill.data.dataset import DatasetInfo
 from fedstill.privacy.noise import GROUP, SUMS_GROUP, NoisedLogits, Privacy, rows_of
-from fedstill.privacy.private_training import rate_and_steps, training_epsilon
+from fedstill.privacy.private_training import (
+    Private,
+    PrivateTraining,
+    rate_and_steps,
+    training_epsilon,
+)
 from fedstill.running.extensions import Extensions
 from fedstill.running.preparation import Prepared
 from fedstill.running.standardisation import ROUNDING, Moments, SumsWork, sums_work
@@ -62,7 +67,6 @@ def budgets(prepared: Prepared, folder: Path | None) -> Extensions:
     privacy = prepared.settings.package_table(Privacy)
     if not (privacy.trains or privacy.protects_logits):
         return Extensions()
-    from fedstill.privacy.extensions import Budget, TrainingBudget, WithinBudget
 
     budget: Budget | TrainingBudget = Budget.of(prepared)
     if privacy.trains:
@@ -82,8 +86,6 @@ def client_extensions(
     privacy = settings.package_table(Privacy)
     hooks: list[ClientHook] = []
     if privacy.gradient_clip is not None:
-        from fedstill.privacy.private_training import Private, PrivateTraining
-
         rule = Private(privacy.gradient_clip, privacy.sigma, is_real_site)
         hooks.append(PrivateTraining(rule))
     if privacy.protects_logits:
