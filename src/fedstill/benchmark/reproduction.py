@@ -20,6 +20,7 @@ from fedstill.metrics.ranks import Difference, paired_difference
 from fedstill.report import terminal
 from fedstill.report.summary import COLUMNS, NONE, package_notes
 from fedstill.running.compare import Variant
+from fedstill.running.journal import is_finished
 from fedstill.running.runs import Run, Spread, differing, read_run, spread, value_text
 from fedstill.running.same_run import other_settings, settings_by_key
 
@@ -76,7 +77,7 @@ class RecipeRuns:
     def finished_folders(self, cell: Cell) -> list[Path]:
         """The directories of the finished runs of a cell."""
         folders = [variant.folder for variant in self.variants_of(cell)]
-        return [folder for folder in folders if (folder / "summary.json").is_file()]
+        return [folder for folder in folders if is_finished(folder)]
 
     def finished_runs(self, cell: Cell) -> list[Run]:
         """The finished runs of a cell."""
@@ -234,8 +235,7 @@ def _unfinished_lines(runs: RecipeRuns, cell: Cell) -> Iterator[str]:
     """A line for each run of a cell that has begun and is not finished."""
     for variant in runs.variants_of(cell):
         has_begun = (variant.folder / "journal.jsonl").is_file()
-        is_finished = (variant.folder / "summary.json").is_file()
-        if has_begun and not is_finished:
+        if has_begun and not is_finished(variant.folder):
             yield _unfinished_line(cell[0], read_run(variant.folder))
 
 

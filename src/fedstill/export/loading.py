@@ -277,7 +277,7 @@ def _last_checkpoint(folder: Path) -> _Checkpoint:
     path = folder / FINAL
     if not path.is_file():
         remedy = f"continue with: fedstill resume {in_shell(folder)}"
-        if (folder / "summary.json").is_file():
+        if journals.is_finished(folder):
             remedy = f"train it again with: fedstill run {in_shell(folder / 'config.toml')}"
         raise ConfigError(
             f"{folder} contains no model, neither in checkpoints/ nor in {FINAL}; {remedy}"
@@ -430,7 +430,7 @@ def _description(
     """The facts in ``TrainedModel.about``."""
     settings = run.settings
     start = events[0]
-    is_finished = (run.folder / "summary.json").is_file()
+    is_finished = journals.is_finished(run.folder)
     about: dict[str, Any] = {"model": answer.name, "network": _network_names(answer.predict)}
     components = settings.named
     tables = {

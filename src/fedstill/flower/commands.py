@@ -243,8 +243,7 @@ def site_state(site: SiteStatus) -> str:
 
 def run_state(run: RunStatus) -> str:
     """A description of a run: its directory, and its last complete round."""
-    from fedstill.running.journal import read_journal
-    from fedstill.running.runs import JOURNAL
+    from fedstill.running.journal import JOURNAL, read_journal
 
     if not run.folder:
         return "in a directory created by the server"

@@ -44,10 +44,10 @@ from fedstill.running.checkpoint import StoredMemory
 from fedstill.running.directory import pack_of
 from fedstill.running.driver import Driven, RunEngine
 from fedstill.running.extensions import run_extensions
+from fedstill.running.journal import JOURNAL
 from fedstill.running.preparation import Prepared
 from fedstill.running.recording import Progress
 from fedstill.running.result import Result
-from fedstill.running.runs import JOURNAL
 from fedstill.running.same_run import name_for_clients
 from fedstill.running.standardisation import sums_stage, sums_work
 from fedstill.version import VERSION
@@ -228,7 +228,7 @@ def _follow(control: Control, run: int, rounds: int, folder: Path, watch: Progre
     length_read = 0
     last_question = time.monotonic()
     try:
-        while not (folder / "summary.json").is_file():
+        while not journals.is_finished(folder):
             time.sleep(LOOK)
             length = _length(folder)
             if length != length_read:
@@ -269,7 +269,7 @@ def _raise_if_ended(control: Control, run: int, folder: Path) -> None:
     except NoAnswer:
         # The server may be restarting; it will report later whether the run still exists.
         return
-    if end is not None and not (folder / "summary.json").is_file():
+    if end is not None and not journals.is_finished(folder):
         raise DeployFailed(
             f"the run ended on the server: {end}; continue with: fedstill resume {in_shell(folder)}"
         )

@@ -36,6 +36,7 @@ from fedstill.querying.rules import rule_of, with_known_queries
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.directory import code_of_run, settings_of
 from fedstill.running.extensions import Extensions, run_context
+from fedstill.running.journal import is_finished
 from fedstill.running.model_files import read_model
 from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.world import RunWorld
@@ -233,7 +234,7 @@ def _missing_reasons(settings: Settings) -> str:
 
 def _local_models(folder: Path) -> LocalModels:
     """The local models of a finished run."""
-    if not (folder / "summary.json").is_file():
+    if not is_finished(folder):
         raise ConfigError(
             f"{folder} is not finished; run `fedstill resume {in_shell(folder)}` before the query"
         )

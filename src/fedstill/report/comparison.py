@@ -35,6 +35,7 @@ from fedstill.running.compare import (
 )
 from fedstill.running.directory import claimed, unpack_if_packed
 from fedstill.running.frame import data_frame
+from fedstill.running.journal import CONFIG
 from fedstill.running.result import (
     Result,
     Shade,
@@ -45,7 +46,7 @@ from fedstill.running.result import (
     notebook_table,
     shaded,
 )
-from fedstill.running.runs import CONFIG, Group, groups, read_run
+from fedstill.running.runs import Group, groups, read_run
 from fedstill.running.same_run import other_settings
 
 if TYPE_CHECKING:

@@ -25,9 +25,8 @@ from fedstill.core.files import (
 )
 from fedstill.metrics.ranks import Difference, paired_difference
 from fedstill.report.summary import NONE, Column, measured_columns, ranked, rounds_note
-from fedstill.running.journal import VERSIONS, read_journal
+from fedstill.running.journal import JOURNAL, VERSIONS, read_journal
 from fedstill.running.runs import (
-    JOURNAL,
     Group,
     Run,
     Spread,

@@ -239,13 +239,9 @@ class Checkpoints:
         return manifest
 
     def _group(self, sha: str) -> Payload:
-        path = self._object_path(sha)
-        data = read_sealed(path, sha)
+        group = read_payload(self._object_path(sha), sha)
         self._sound.add(sha)
-        try:
-            return decode(data, entries=MAX_LOCAL_ENTRIES)
-        except BadPayload as error:
-            raise CorruptFile(f"{path} is damaged: {error}") from error
+        return group
 
     def prune(self, state: State, rounds: Collection[int] = ()) -> list[str]:
         """Delete files that no kept checkpoint needs; return the memory files that are needed.
@@ -258,7 +254,8 @@ class Checkpoints:
         memory: set[str] = set()
         retained = {*names[-CHECKPOINTS_KEPT:], *self._retained(names, rounds)}
         for name in sorted(retained):
-            for manifest in self._readable_manifest(name):
+            manifest = self._manifest_or_none(name)
+            if manifest is not None:
                 needed.update(manifest["groups"].values())
                 memory.update(file for file, _ in manifest["memory"].values())
         old = set(names) - retained
@@ -277,11 +274,12 @@ class Checkpoints:
         regular = [round for round in by_round if self.every and round % self.every == 0]
         return [name for round, name in by_round.items() if round in {*regular, *rounds}]
 
-    def _readable_manifest(self, name: str) -> Iterator[dict[str, Any]]:
+    def _manifest_or_none(self, name: str) -> dict[str, Any] | None:
+        """The manifest of a checkpoint; None if its file is damaged."""
         try:
-            yield self._manifest(name)
+            return self._manifest(name)
         except CorruptFile:
-            return
+            return None
 
 
 def _name(round: int, stage: int) -> str:
@@ -303,6 +301,14 @@ def read_sealed(path: Path, sha: str) -> bytes:
     if digest(data) != sha:
         raise CorruptFile(f"{path} is damaged: its SHA-256 does not match")
     return data
+
+
+def read_payload(path: Path, sha: str) -> Payload:
+    """Read a payload; raises CorruptFile if the file does not have this SHA-256."""
+    try:
+        return decode(read_sealed(path, sha), entries=MAX_LOCAL_ENTRIES)
+    except BadPayload as error:
+        raise CorruptFile(f"{path} is damaged: {error}") from error
 
 
 # Client states, in one file for each client and stage.
@@ -431,11 +437,7 @@ class KeptUpdate:
 
     def content(self) -> Payload:
         """The content of the reply; raises CorruptFile if the file has changed."""
-        data = read_sealed(self.path, self.sha256)
-        try:
-            return decode(data, entries=MAX_LOCAL_ENTRIES)
-        except BadPayload as error:
-            raise CorruptFile(f"{self.path} is damaged: {error}") from error
+        return read_payload(self.path, self.sha256)
 
 
 def kept_updates(folder: Path) -> list[KeptUpdate]:

@@ -50,6 +50,11 @@ RUN_EVENTS = frozenset({"start", "initial", "client", "measure", "round", "task"
 VERSIONS = ("fedstill", "torch", "numpy", "python", "card")
 """The fields of the event ``start`` that name the software and, for a run on a GPU, the card."""
 
+CONFIG = "config.toml"
+JOURNAL = "journal.jsonl"
+SUMMARY = "summary.json"
+"""The files of a run directory. A run is finished once it has a summary."""
+
 CONFIG_SEAL = "config_sha256"
 """The field of the event ``start`` that has the SHA-256 of the run's config.toml."""
 
@@ -359,7 +364,7 @@ def start_of_journal(folder: Path) -> Mapping[str, Any]:
 
 def is_finished(folder: Path) -> bool:
     """Whether the run in a folder is finished."""
-    return (folder / "summary.json").is_file()
+    return (folder / SUMMARY).is_file()
 
 
 # Looks at rounds: measurements that `fedstill why` makes after a run.

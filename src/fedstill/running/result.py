@@ -26,7 +26,14 @@ from fedstill.metrics.classification import METRICS, RECORDED
 from fedstill.metrics.local_models import QUERY_MEASURES, UNTAUGHT
 from fedstill.running import journal as journals
 from fedstill.running.frame import frame_of_clients, frame_of_events
-from fedstill.running.journal import STOP_REASON, Event, check_journal, events_by_name, first_event
+from fedstill.running.journal import (
+    STOP_REASON,
+    SUMMARY,
+    Event,
+    check_journal,
+    events_by_name,
+    first_event,
+)
 from fedstill.running.model_files import FINAL, MODEL_SEAL, read_final
 from fedstill.running.numbers import ReplyOutcome, RunNumbers
 from fedstill.running.selection import selection_summary
@@ -331,8 +338,6 @@ def _damaged(path: Path, problem: object) -> CorruptFile:
 
 # ---- the summary ---------------------------------------------------------------------------------
 
-
-SUMMARY = "summary.json"
 
 QUERIED = (*(f"query_{name}" for name in QUERY_MEASURES), UNTAUGHT)
 """Fields of the summary of a run with queries."""

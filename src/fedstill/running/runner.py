@@ -30,7 +30,7 @@ from fedstill.running.directory import (
     trust_run,
 )
 from fedstill.running.driver import Driver, check_calls, place_of, remote_engine
-from fedstill.running.journal import STOP_REASON, check_checkpoints, check_config
+from fedstill.running.journal import STOP_REASON, check_checkpoints, check_config, is_finished
 from fedstill.running.preparation import prepare, prepare_again, reading_options
 from fedstill.running.recording import OnRound, Progress, Quiet
 from fedstill.running.result import Result
@@ -217,7 +217,7 @@ def resume(
     _check_debug(debug, settings)
     place = place_of(settings)
     remote = remote_engine(settings)
-    unfinished = not (folder / "summary.json").is_file()
+    unfinished = not is_finished(folder)
     if remote is not None and grid is None and unfinished:
         if place == "ray":
             again = partial(
@@ -229,13 +229,13 @@ def resume(
             return remote.submit(settings, folder, True, watch or Quiet())
     trackers = ready_trackers(track)
     # which one that was killed leaves
-    is_complete = (folder / "summary.json").is_file() and not (folder / HOLDER_FILE).exists()
+    is_complete = is_finished(folder) and not (folder / HOLDER_FILE).exists()
     if is_complete and not behind(folder, settings, trackers):
         result = Result.of(folder)  # nothing is written, so that the folder may be read only
         _say_if_stopped_early(result)
         return result
     with locked(folder):
-        if (folder / "summary.json").is_file():
+        if is_finished(folder):
             result = Result.of(folder)
             send_late(folder, settings, trackers, result.summary)
             return result

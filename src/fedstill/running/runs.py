@@ -23,7 +23,10 @@ from fedstill.metrics.classification import METRICS
 from fedstill.running import journal as journals
 from fedstill.running.directory import folder_of, packs_below, readable
 from fedstill.running.journal import (
+    CONFIG,
+    JOURNAL,
     STOP_REASON,
+    SUMMARY,
     Event,
     check_config,
     check_journal,
@@ -32,14 +35,10 @@ from fedstill.running.journal import (
     with_later_looks,
 )
 from fedstill.running.numbers import LearningRates, Numbers, RunNumbers
+from fedstill.running.split_file import label_counts_of, networks_of, read_split
 
 if TYPE_CHECKING:
     from fedstill.running.selection import BestRound
-from fedstill.running.split_file import label_counts_of, networks_of, read_split
-
-CONFIG = "config.toml"
-JOURNAL = "journal.jsonl"
-SUMMARY = "summary.json"
 
 
 # The runs from whose models a run started
@@ -327,7 +326,7 @@ def read_run(folder: Path, display_path: Path | None = None) -> Run:
         initial=first_event(by_name, "initial"),
         rounds=by_name.get("round", []),
         clients=by_name.get("client", []),
-        finished=(folder / SUMMARY).is_file(),
+        finished=journals.is_finished(folder),
         last_written=path.stat().st_mtime,
         measures=with_later_looks(
             folder, by_name.get("measure", []), len(start.get("classes", ()))

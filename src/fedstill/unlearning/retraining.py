@@ -37,7 +37,7 @@ from fedstill.data.client_split import ClientSplit
 from fedstill.running import runner
 from fedstill.running.checkpoint import Restored
 from fedstill.running.directory import settings_of
-from fedstill.running.journal import read_journal
+from fedstill.running.journal import is_finished, read_journal
 from fedstill.running.preparation import Prepared
 from fedstill.running.replay import Without
 from fedstill.running.runs import contributed, start_run
@@ -204,7 +204,7 @@ def _original(directory: Path, client: int) -> OriginalRun:
     forgotten examples, too.
     """
     settings = settings_of(directory)
-    if not (directory / "summary.json").is_file():
+    if not is_finished(directory):
         raise ConfigError(f"{directory} is not finished; resume it first, then unlearn")
     if not 0 <= client < settings.clients:
         raise ConfigError(f"client {client}: {directory} has clients 0 to {settings.clients - 1}")

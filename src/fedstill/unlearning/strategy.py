@@ -31,7 +31,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.running.checkpoint import Checkpoints, KeptUpdate, Restored, kept_updates
 from fedstill.running.directory import settings_of
 from fedstill.running.extensions import run_context
-from fedstill.running.journal import STOP_REASON, read_journal
+from fedstill.running.journal import STOP_REASON, is_finished, read_journal
 from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.replay import Without, checkpoints_of
 from fedstill.unlearning.request import UnlearningRequest, UnlearningTable
@@ -58,7 +58,7 @@ class OriginalRun:
     def of(cls, folder: Path, data: Dataset | None = None) -> OriginalRun:
         """The run in a directory; raises ConfigError if it is not finished, or is on real sites."""
         settings = settings_of(folder)
-        if not (folder / "summary.json").is_file():
+        if not is_finished(folder):
             raise ConfigError(
                 f"{folder} is not finished; `fedstill resume {in_shell(str(folder))}` first, then "
                 "unlearn"
