@@ -23,7 +23,7 @@ from fedstill.core.files import make_folder, neutral, write_whole
 from fedstill.export import standalone
 from fedstill.export.programs import as_code, furthest
 from fedstill.export.trained_model import TrainedModel
-from fedstill.metrics.accuracy import forgetting_by_class
+from fedstill.metrics.accuracy import forgetting_by_class, share_of
 from fedstill.models.functional import channels_last
 from fedstill.models.network import depends_on_batch
 from fedstill.running.numbers import RunNumbers
@@ -142,15 +142,9 @@ def _evaluations_at_client(run: Run, name: str, stages: Sequence[str]) -> dict[i
     for report in run.numbers.of_clients("correct_by_class"):
         if f"client {report.client}" == name and report.stage in stages:
             correct = [count or 0.0 for count in report.values]
-            by_class = [_share(*pair) for pair in zip(correct, totals, strict=True)]
+            by_class = [share_of(*pair) for pair in zip(correct, totals, strict=True)]
             evaluations[report.round] = _Evaluation(sum(correct) / sum(totals), by_class)
     return evaluations
-
-
-def _share(count: float, total: int) -> float | None:
-    if not total:
-        return None
-    return count / total
 
 
 def model_card(model: TrainedModel, measured: Measured | None) -> str:

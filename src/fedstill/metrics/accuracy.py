@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 Values = NDArray[np.float64]
 
 
+def share_of(count: float, total: int) -> float | None:
+    """The share of a count in a total; None if the total is 0."""
+    if not total:
+        return None
+    return count / total
+
+
 def values(numbers: TensorLike, dims: int, name: str) -> Values:
     """Numbers as a float64 array with ``dims`` axes, ``None`` as NaN. For another number of axes,
     raises ConfigError, whose message contains ``name``.

@@ -25,6 +25,7 @@ from fedstill.core.trees import same_bits
 from fedstill.data.views import SiteViews
 from fedstill.engines.hardware import workers
 from fedstill.engines.passes import by_shard, correct_by_class, counted_right
+from fedstill.metrics.accuracy import share_of
 from fedstill.metrics.classification import CONFUSION
 from fedstill.running.preparation import Prepared
 
@@ -206,7 +207,7 @@ def evaluated(
             right = right_of(predict, test)
         by_name[name] = {
             "accuracy": int(right.sum()) / sum(totals),
-            "class_accuracy": list(map(_share, right.tolist(), totals)),
+            "class_accuracy": list(map(share_of, right.tolist(), totals)),
         }
         if metrics_of is not None:
             by_name[name] |= metrics_of(predict, test)
@@ -220,12 +221,6 @@ def evaluated(
     if further:
         fields["others"] = {name: by_name[name] for name in further}
     return fields
-
-
-def _share(right: int, total: int) -> float | None:
-    if not total:
-        return None
-    return right / total
 
 
 def mean_over_clients(

@@ -385,8 +385,12 @@ def looks_of(folder: Path, measures: Sequence[Look] = (), classes: int = 0) -> l
     ``measures``: the events of measures in the run's journal, if they have been read already.
     ``classes``: the number of the run's classes; 0 if unknown.
     """
-    events = measures or read_journal(folder / "journal.jsonl")
-    later = _read_later_looks(folder, classes)
+    events = measures or read_journal(folder / JOURNAL)
+    return _merged_looks(events, _read_later_looks(folder, classes))
+
+
+def _merged_looks(events: Sequence[Look], later: Sequence[Look]) -> list[Look]:
+    """All looks by round and stage; later looks replace those among the events at their rounds."""
     later_rounds = {look["round"] for look in later}
     looks = [event for event in events if _is_look(event) and event["round"] not in later_rounds]
     return sorted([*looks, *later], key=lambda look: (look["round"], look["stage"]))
@@ -397,10 +401,11 @@ def with_later_looks(folder: Path, measures: Sequence[Look], classes: int) -> li
 
     Without later looks, the events keep their order; otherwise the looks come last.
     """
-    if not _read_later_looks(folder):
+    later = _read_later_looks(folder, classes)
+    if not later:
         return list(measures)
     other_measures = [event for event in measures if not _is_look(event)]
-    return [*other_measures, *looks_of(folder, measures, classes)]
+    return [*other_measures, *_merged_looks(measures, later)]
 
 
 def add_looks(folder: Path, looks: Sequence[Look]) -> None:

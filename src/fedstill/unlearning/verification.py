@@ -32,6 +32,7 @@ from fedstill.core.records import SERVER, Examples, Tensors
 from fedstill.data.dataset import Dataset
 from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import Predict, outputs_by_example
+from fedstill.metrics.accuracy import share_of
 from fedstill.metrics.membership import attack, auc_interval, confidences
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared
@@ -386,15 +387,9 @@ def accuracies(model: MeasuredModel, sets: ExampleSets, classes: int) -> dict[st
         totals = torch.bincount(labels, minlength=classes).tolist()
         fields[name] = sum(right) / sum(totals)
         fields[f"{name}_by_class"] = [
-            _share(count, total) for count, total in zip(right, totals, strict=True)
+            share_of(count, total) for count, total in zip(right, totals, strict=True)
         ]
     return fields
-
-
-def _share(count: int, total: int) -> float | None:
-    if not total:
-        return None
-    return count / total
 
 
 def distances(model: MeasuredModel, exact: MeasuredModel, examples: Examples) -> dict[str, float]:
