@@ -19,7 +19,7 @@ import pytest
 import toys
 from fedstill.config.experiment import load
 from fedstill.running import compare
-from fedstill.running.compare import deaf, variants
+from fedstill.running.compare import signals_blocked, variants
 from fedstill.running.runner import run
 
 CONFIG = "rounds = 100000\nmeasure = []\ntopology = { clients = 4 }\nplan = { epochs = 1 }\n"
@@ -64,7 +64,7 @@ def test_processes_that_start_deaf_take_no_notice_of_ctrl_c_and_no_ctrl_c_is_los
     code = "import signal, time; print('up', flush=True); time.sleep(60)"
     heard: list[int] = []
     old = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
-    with deaf():
+    with signals_blocked():
         deaf_one = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
         )

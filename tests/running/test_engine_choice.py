@@ -25,7 +25,7 @@ from fedstill.engines.passes import forward_flops
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models import contract
 from fedstill.running import world
-from fedstill.running.compare import make_way, variants
+from fedstill.running.compare import clear_other_runs, variants
 from fedstill.running.explain import run_estimate
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import resume, run
@@ -98,7 +98,7 @@ def test_a_comparison_goes_on_with_what_was_chosen(tmp_path: Path) -> None:
     run(variant.experiment, variant.folder, data=toys.blobs())
     wanted = variant.experiment.with_values({"data.name": "blobs"}, "test")
     (again,) = variants(wanted, tmp_path, seeds=[7])
-    make_way([again], overwrite=False)
+    clear_other_runs([again], overwrite=False)
     assert (variant.folder / "summary.json").is_file()
 
 

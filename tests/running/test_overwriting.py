@@ -14,7 +14,7 @@ from fedstill.cli import call
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ClientFailed, ConfigError, RunBusy, RunExists
 from fedstill.report.page import write_page
-from fedstill.running.compare import make_way, seeded, variants
+from fedstill.running.compare import clear_other_runs, seeded, variants
 from fedstill.running.directory import clear, locked
 from fedstill.running.frame import write_run_tables
 from fedstill.running.journal import add_looks
@@ -242,15 +242,15 @@ def test_finished_runs_on_other_data_are_in_the_way_of_those_that_are_left(
     experiment = toys.toy(data={"name": own, "public_from": public}, **TABLES)
     done, left = variants(experiment, tmp_path / "all", seeds=[1, 2])
     run(done.experiment, done.folder)
-    make_way([done, left], overwrite=False)
+    clear_other_runs([done, left], overwrite=False)
     rows(tmp_path / f"{changed}.csv", 9)
-    make_way([done], overwrite=False)  # where nothing is left to do, nothing is read
+    clear_other_runs([done], overwrite=False)  # where nothing is left to do, nothing is read
     with pytest.raises(RunExists, match=r"own\.csv"):
-        make_way([done, left], overwrite=False)
+        clear_other_runs([done, left], overwrite=False)
     (tmp_path / f"{changed}.csv").rename(tmp_path / "away")
-    make_way([done, left], overwrite=False)  # which the run that is left says
+    clear_other_runs([done, left], overwrite=False)  # which the run that is left says
     (tmp_path / "away").rename(tmp_path / f"{changed}.csv")
-    make_way([done, left], overwrite=True)
+    clear_other_runs([done, left], overwrite=True)
     assert not (done.folder / "config.toml").exists()
 
 
@@ -290,18 +290,18 @@ def test_so_are_runs_that_started_from_another_model(tmp_path: Path) -> None:
     start = experiment.with_values({"start_from": str(first.folder)}, "test")
     then = replace(seeded("then", start, 1, tmp_path / "then"), after=first)
     run(then.experiment, then.folder)
-    make_way([first, then], overwrite=False)
+    clear_other_runs([first, then], overwrite=False)
     model = first.folder / "model.safetensors"
     mine, theirs = model.read_bytes(), (other.folder / "model.safetensors").read_bytes()
     model.write_bytes(theirs)
     with pytest.raises(
         RunExists, match=r"then/seed1 holds a run that began before \S+/first/seed1 changed"
     ):
-        make_way([first, then], overwrite=False)
+        clear_other_runs([first, then], overwrite=False)
     model.write_bytes(mine)
-    make_way([first, then], overwrite=False)
+    clear_other_runs([first, then], overwrite=False)
     anew = replace(first, settings=other.settings)
-    make_way([anew, replace(then, after=anew)], overwrite=True)
+    clear_other_runs([anew, replace(then, after=anew)], overwrite=True)
     assert not (first.folder / "config.toml").exists()
     assert not (then.folder / "config.toml").exists()
 
@@ -318,7 +318,7 @@ def test_a_run_on_other_data_goes_with_the_run_that_it_started_from(tmp_path: Pa
     then = replace(seeded("then", start, 1, tmp_path / "then"), after=first)
     run(then.experiment, then.folder)
     rows(tmp_path / "own.csv", 9)
-    make_way([first, then, left], overwrite=True)
+    clear_other_runs([first, then, left], overwrite=True)
     assert not (first.folder / "config.toml").exists()
     assert not (then.folder / "config.toml").exists()
 

@@ -266,7 +266,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def deaf() -> Iterator[None]:
+def signals_blocked() -> Iterator[None]:
     """Block Ctrl-C: processes that start in the block do not receive it until they unblock it. This
     process receives it after the block.
     """
@@ -277,7 +277,7 @@ def deaf() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-class Asked:
+class StopSignals:
     """Handles Ctrl-C and SIGTERM: the first one stops the comparison and its workers after their
     stages, the second one ends the process at once.
     """
@@ -286,22 +286,22 @@ class Asked:
         self.event = event
         self.stop = False
 
-    def __enter__(self) -> Asked:
-        self._old = {number: signal.signal(number, self._ask) for number in SIGNALS}
+    def __enter__(self) -> StopSignals:
+        self._old = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, old in self._old.items():
             signal.signal(number, old)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.stop:
             raise KeyboardInterrupt
         self.stop = True
         self.event.set()
 
 
-class StopsWhenAsked:
+class StopsOnSignal:
     """The watch of a worker's run. It displays nothing, and stops the run after the stage in which
     a signal came or the comparison ended.
     """
@@ -310,7 +310,7 @@ class StopsWhenAsked:
     working: ClassVar[Lock] = Lock()
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.signals = 0
 
     @classmethod
     def listen(cls, event: Event) -> None:
@@ -334,20 +334,20 @@ class StopsWhenAsked:
             os._exit(1)
 
     @contextmanager
-    def hearing(self) -> Iterator[StopsWhenAsked]:
+    def handling_signals(self) -> Iterator[StopsOnSignal]:
         """Handle signals during a run."""
         for number in SIGNALS:
-            signal.signal(number, self.ask)
+            signal.signal(number, self.handle)
         try:
             with self.working:
                 yield self
         finally:
             self.idle()
 
-    def ask(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal; the second one ends the process."""
-        self.asked += 1
-        if self.asked > 1:
+        self.signals += 1
+        if self.signals > 1:
             os._exit(1)
 
     def started(self, folder: Path, round: int) -> None:
@@ -363,7 +363,7 @@ class StopsWhenAsked:
         """Whether a signal came, here or in the process that started the comparison, or that
         process has ended.
         """
-        if self.asked > 0 or self.event.is_set():
+        if self.signals > 0 or self.event.is_set():
             return True
         parent = multiprocessing.parent_process()
         return parent is None or not parent.is_alive()
@@ -375,7 +375,7 @@ class StopsWhenAsked:
 ORIGIN_CLEARED = "holds a run that started from one that is begun anew"
 
 
-def make_way(variants: Sequence[Variant], overwrite: bool) -> None:
+def clear_other_runs(variants: Sequence[Variant], overwrite: bool) -> None:
     """Delete other runs from the folders of variants; without ``overwrite``, raise RunExists for
     them.
 
@@ -551,7 +551,7 @@ def carry_out_runs(
     outcomes = [Outcome(run, run.settings.rounds) for run in with_starts(runs)]
     for outcome in outcomes:
         _check_machine(outcome.variant)
-    make_way([outcome.variant for outcome in outcomes], overwrite)
+    clear_other_runs([outcome.variant for outcome in outcomes], overwrite)
     ready_trackers(track)
     if not track:
         _mark_finished(outcomes)
@@ -561,13 +561,13 @@ def carry_out_runs(
         return outcomes
 
     with (
-        Asked(multiprocessing.get_context("spawn").Event()) as asked,
-        _workers(jobs, cards, asked) as pools,
+        StopSignals(multiprocessing.get_context("spawn").Event()) as signals,
+        _workers(jobs, cards, signals) as pools,
     ):
-        running: dict[Future[Answer], _Started] = {}
+        running: dict[Future[RunEnd], _Started] = {}
         is_broken = False
         while waiting or running:
-            is_ending = asked.stop or is_broken
+            is_ending = signals.stop or is_broken
             while not is_ending:
                 ready = _next(waiting, outcomes)
                 pool = _free_pool(pools)
@@ -577,7 +577,7 @@ def carry_out_runs(
                 ready.state = "running"
                 side_by_side = min(jobs, 1 + len(running) + len(waiting))
                 job = partial(
-                    _do,
+                    _run_or_resume,
                     ready.variant.experiment,
                     ready.variant.folder,
                     workers=os.environ.get(WORKERS) or str(max(1, cores() // side_by_side)),
@@ -593,7 +593,7 @@ def carry_out_runs(
                 is_broken |= isinstance(future.exception(), BrokenProcessPool)
                 started = running.pop(future)
                 started.pool.running -= 1
-                _finish(started.outcome, future, is_stopping=asked.stop)
+                _finish(started.outcome, future, is_stopping=signals.stop)
             for outcome in outcomes:
                 outcome.follow()
             watch(outcomes)
@@ -619,13 +619,13 @@ class _Pool:
     card: str = ""
     running: int = 0
 
-    def submit(self, job: Callable[[], Answer]) -> Future[Answer]:
+    def submit(self, job: Callable[[], RunEnd]) -> Future[RunEnd]:
         """Carry out a run; its process starts now if there is none yet."""
         self.running += 1
         if not self.card:
             return self.executor.submit(job)
         # A new process has this environment from its first instruction on, before it imports torch.
-        with _visible_card(self.card), deaf():
+        with _visible_card(self.card), signals_blocked():
             return self.executor.submit(job)
 
 
@@ -659,15 +659,15 @@ def _free_pool(pools: Sequence[_Pool]) -> _Pool | None:
 
 
 @contextmanager
-def _workers(jobs: int, cards: Sequence[str], asked: Asked) -> Iterator[list[_Pool]]:
+def _workers(jobs: int, cards: Sequence[str], signals: StopSignals) -> Iterator[list[_Pool]]:
     """Processes that carry runs out: one pool, or one for each card. They end with the block, and
     are not waited for if it is left at once.
     """
     resource_tracker.ensure_running()  # it would unblock signals
     if cards:
-        pools = _pools_of_cards(cards, asked)
+        pools = _pools_of_cards(cards, signals)
     else:
-        pools = [_Pool(_forking_executor(jobs, asked), jobs)]
+        pools = [_Pool(_forking_executor(jobs, signals), jobs)]
     try:
         yield pools
     except KeyboardInterrupt:
@@ -680,17 +680,17 @@ def _workers(jobs: int, cards: Sequence[str], asked: Asked) -> Iterator[list[_Po
     _shut_down(pools)
 
 
-def _forking_executor(jobs: int, asked: Asked) -> ProcessPoolExecutor:
+def _forking_executor(jobs: int, signals: StopSignals) -> ProcessPoolExecutor:
     """Processes that are forked from one that has imported what runs need."""
     context = multiprocessing.get_context("forkserver")
     registering = [module for kind in registry.HOMES for module in registry.modules_of(kind)]
     context.set_forkserver_preload([*IMPORTED_ONCE, *registering])
-    with deaf():
+    with signals_blocked():
         forkserver.ensure_running()
-    return ProcessPoolExecutor(jobs, context, StopsWhenAsked.listen, (asked.event,))
+    return ProcessPoolExecutor(jobs, context, StopsOnSignal.listen, (signals.event,))
 
 
-def _pools_of_cards(cards: Sequence[str], asked: Asked) -> list[_Pool]:
+def _pools_of_cards(cards: Sequence[str], signals: StopSignals) -> list[_Pool]:
     """A pool for each card, with a process for each of its slots.
 
     The processes are new ones, because a forked process would see the cards of its parent.
@@ -698,7 +698,7 @@ def _pools_of_cards(cards: Sequence[str], asked: Asked) -> list[_Pool]:
     context = multiprocessing.get_context("spawn")
     pools = []
     for card, slots in Counter(cards).items():
-        executor = ProcessPoolExecutor(slots, context, StopsWhenAsked.listen, (asked.event,))
+        executor = ProcessPoolExecutor(slots, context, StopsOnSignal.listen, (signals.event,))
         pools.append(_Pool(executor, slots, card))
     return pools
 
@@ -708,17 +708,21 @@ def _shut_down(pools: Sequence[_Pool]) -> None:
         pool.executor.shutdown()
 
 
-Answer = tuple[int, str, str]
-"""A run's exit code, what went wrong, and its traceback."""
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended: its exit code, what went wrong, and the traceback."""
 
-DONE: Answer = (0, "", "")
-STOPPED: Answer = (1, "stopped", "")
-KILLED: Answer = (
+    exit_code: int
+    problem: str = ""
+    trace: str = ""
+
+
+DONE = RunEnd(0)
+STOPPED = RunEnd(1, "stopped")
+KILLED = RunEnd(
     1,
     "its process, or one beside it, was killed, as the system does where memory is short; the same "
-    "command goes on, "
-    "perhaps with fewer --jobs",
-    "",
+    "command goes on, perhaps with fewer --jobs",
 )
 
 
@@ -765,7 +769,7 @@ def _next(waiting: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | 
     return None
 
 
-def _do(
+def _run_or_resume(
     experiment: Experiment,
     folder: Path,
     *,
@@ -773,13 +777,13 @@ def _do(
     debug: bool,
     overwrite: bool,
     track: Sequence[str],
-) -> Answer:
+) -> RunEnd:
     """Start or resume one run. With ``overwrite``, a damaged run starts again."""
     from fedstill.running import runner
 
     os.environ[WORKERS] = workers
     try:
-        with StopsWhenAsked().hearing() as watch:
+        with StopsOnSignal().handling_signals() as watch:
             if watch.stop():
                 return STOPPED
             if (folder / "config.toml").is_file():
@@ -793,35 +797,38 @@ def _do(
                 experiment, folder, watch=watch, debug=debug, overwrite=overwrite, track=track
             )
     except Exception as error:
-        return _answer(error)
+        return _end_by(error)
     return DONE
 
 
-def _answer(error: BaseException) -> Answer:
+def _end_by(error: BaseException) -> RunEnd:
+    """The end of a run by an exception."""
     if isinstance(error, Interrupted):
         return STOPPED
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, FedstillError):
-        return error.exit_code, error.in_shell, trace
-    return 1, f"{type(error).__name__}: {error}", trace
+        return RunEnd(error.exit_code, error.in_shell, trace)
+    return RunEnd(1, f"{type(error).__name__}: {error}", trace)
 
 
-def _finish(outcome: Outcome, future: Future[Answer], *, is_stopping: bool) -> None:
+def _finish(outcome: Outcome, future: Future[RunEnd], *, is_stopping: bool) -> None:
     """Note how a run ended; ``is_stopping``: whether all runs are to stop."""
     error = future.exception()
     if isinstance(error, BrokenProcessPool):
-        answer = KILLED
+        end = KILLED
         if is_stopping:
-            answer = STOPPED
+            end = STOPPED
     elif error is not None:
-        answer = _answer(error)
+        end = _end_by(error)
     else:
-        answer = future.result()
+        end = future.result()
 
-    if answer == STOPPED:
+    if end == STOPPED:
         outcome.state = "stopped"
         return
-    outcome.exit_code, outcome.problem, outcome.trace = answer
+    outcome.exit_code = end.exit_code
+    outcome.problem = end.problem
+    outcome.trace = end.trace
     outcome.state = "finished"
     if outcome.exit_code:
         outcome.state = "failed"
