@@ -18,7 +18,7 @@ from fedstill.core.files import digest
 from fedstill.flower.engine import LoopbackGrid
 from fedstill.flower.facts import Facts, accepted_text
 from fedstill.flower.messages import PUBLIC_REASONS, Request, SiteReply
-from fedstill.flower.site import MOST_OFFERED, OFFERED, Clerk, client_app
+from fedstill.flower.site import MOST_OFFERED, OFFERED, StageExecutor, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.running.runner import run
 from flowers import needs_flower
@@ -60,22 +60,24 @@ def experiment(**data: Any) -> Experiment:
 
 def honest(place: Path, **data: Any) -> list[Request]:
     """The requests to client 0 in a run, whose sites accept everything."""
-    clerks = {client: Clerk(hospital(place / "honest", client)) for client in range(CLIENTS)}
+    executors = {
+        client: StageExecutor(hospital(place / "honest", client)) for client in range(CLIENTS)
+    }
     requests: list[Request] = []
 
-    def clerk_of(context: Any) -> tuple[int, Callable[[Request], SiteReply]]:
+    def executor_of(context: Any) -> tuple[int, Callable[[Request], SiteReply]]:
         client = int(context.node_config["partition-id"])
 
         def answer(request: Request) -> SiteReply:
             requests.extend([request] if client == 0 else [])
-            return clerks[client](request)
+            return executors[client](request)
 
         return client, answer
 
     run(
         experiment(**data),
         place / "run",
-        grid=LoopbackGrid(client_app(clerk_of, 1 << 30), range(CLIENTS)),
+        grid=LoopbackGrid(client_app(executor_of, 1 << 30), range(CLIENTS)),
     )
     return requests
 
@@ -133,9 +135,9 @@ CHANGES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_site_accepts_facts_with_the_config(what: str, declared: Request, tmp_path: Path) -> None:
     site = replace(hospital(tmp_path, 0), accept=(accepted(declared),))
-    assert not Clerk(site)(declared).failure
+    assert not StageExecutor(site)(declared).failure
     hostile = with_facts(declared, **CHANGES[what](declared.facts))
-    reply = Clerk(replace(site, memory=tmp_path / "new"))(hostile)
+    reply = StageExecutor(replace(site, memory=tmp_path / "new"))(hostile)
     assert PUBLIC_REASONS["accept"] in reply.failure or PUBLIC_REASONS["request"] in reply.failure
     assert not reply.content
     offered = list((tmp_path / "new" / OFFERED).glob("*.toml"))
@@ -145,7 +147,7 @@ def test_a_site_accepts_facts_with_the_config(what: str, declared: Request, tmp_
 def test_the_config_alone_is_not_enough(declared: Request, tmp_path: Path) -> None:
     site = replace(hospital(tmp_path, 0), accept=(declared.sha,))
     for request in (declared, replace(declared, facts={})):
-        reply = Clerk(site)(request)
+        reply = StageExecutor(site)(request)
         assert reply.failure
         assert not reply.content
 
@@ -155,7 +157,7 @@ def test_facts_that_contradict_the_config_are_refused_by_a_site_that_accepts_all
     what: str, declared: Request, tmp_path: Path
 ) -> None:
     hostile = with_facts(declared, **CHANGES[what](declared.facts))
-    reply = Clerk(hospital(tmp_path, 0))(hostile)
+    reply = StageExecutor(hospital(tmp_path, 0))(hostile)
     assert PUBLIC_REASONS["config"] in reply.failure
     assert not reply.content
 
@@ -174,25 +176,25 @@ def test_what_is_not_accepted_is_written_for_the_operator(
     declared: Request, tmp_path: Path
 ) -> None:
     site = replace(hospital(tmp_path, 0), accept=())
-    Clerk(site)(declared)
+    StageExecutor(site)(declared)
     (offered,) = (site.memory / OFFERED).iterdir()
     tree = tomllib.loads(offered.read_text(encoding="utf-8"))
     assert tree["data"]["columns"] == tree["facts"]["columns"] == COLUMNS
     assert tree["facts"]["mean"] == DECLARED["mean"]
-    assert not Clerk(replace(site, accept=(offered.stem,)))(declared).failure
+    assert not StageExecutor(replace(site, accept=(offered.stem,)))(declared).failure
     for number in range(MOST_OFFERED + 5):
-        Clerk(site)(with_facts(declared, mean=(float(number), 0.0)))
+        StageExecutor(site)(with_facts(declared, mean=(float(number), 0.0)))
     assert len(list((site.memory / OFFERED).iterdir())) == MOST_OFFERED
 
 
 def test_facts_do_not_change_within_a_run(declared: Request, tmp_path: Path) -> None:
     site = hospital(tmp_path, 0)
-    assert not Clerk(site)(declared).failure
-    reply = Clerk(site)(with_facts(declared, mean=(0.0, 50.0)))
+    assert not StageExecutor(site)(declared).failure
+    reply = StageExecutor(site)(with_facts(declared, mean=(0.0, 50.0)))
     assert PUBLIC_REASONS["request"] in reply.failure
-    assert not Clerk(site)(declared).failure
+    assert not StageExecutor(site)(declared).failure
     another_run = replace(with_facts(declared, mean=(0.0, 50.0)), run="another")
-    assert not Clerk(site)(another_run).failure
+    assert not StageExecutor(site)(another_run).failure
 
 
 def test_one_acceptance_covers_the_sums_and_the_training_by_them(
@@ -203,16 +205,21 @@ def test_one_acceptance_covers_the_sums_and_the_training_by_them(
     assert after.facts["mean"]
     assert accepted(before) == accepted(after)
     site = replace(hospital(tmp_path, 0), accept=(accepted(before),))
-    assert not Clerk(site)(before).failure
-    assert not Clerk(site)(after).failure
-    again = Clerk(site)(with_facts(after, std=tuple(1e3 * value for value in after.facts["std"])))
+    assert not StageExecutor(site)(before).failure
+    assert not StageExecutor(site)(after).failure
+    again = StageExecutor(site)(
+        with_facts(after, std=tuple(1e3 * value for value in after.facts["std"]))
+    )
     assert PUBLIC_REASONS["request"] in again.failure
 
 
 def test_a_run_over_sites_that_have_accepted_another_stops(tmp_path: Path) -> None:
     sites = [replace(hospital(tmp_path, c), accept=("0" * 64,)) for c in range(CLIENTS)]
     app = client_app(
-        lambda c: (c.node_config["partition-id"], Clerk(sites[c.node_config["partition-id"]])),
+        lambda c: (
+            c.node_config["partition-id"],
+            StageExecutor(sites[c.node_config["partition-id"]]),
+        ),
         1 << 30,
     )
     with pytest.raises(TooFewReplies):

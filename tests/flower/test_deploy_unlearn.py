@@ -20,7 +20,7 @@ from fedstill.flower.deployment import folder
 from fedstill.flower.deployment.folder import Federation
 from fedstill.flower.engine import LoopbackGrid
 from fedstill.flower.remote_runs import FlowerRuns, delete_traces
-from fedstill.flower.site import Clerk, client_app
+from fedstill.flower.site import StageExecutor, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.running.directory import settings_of
 from fedstill.running.journal import read_journal
@@ -82,13 +82,15 @@ def site(place: Path, client: int) -> Site:
 
 
 def grid(place: Path, clients: list[int]) -> LoopbackGrid:
-    clerks = {client: Clerk(site(place, client), shows_reasons=True) for client in clients}
+    executors = {
+        client: StageExecutor(site(place, client), shows_reasons=True) for client in clients
+    }
 
-    def clerk_of(context: Any) -> tuple[int, Clerk]:
+    def executor_of(context: Any) -> tuple[int, StageExecutor]:
         client = context.node_config["partition-id"]
-        return client, clerks[client]
+        return client, executors[client]
 
-    return LoopbackGrid(client_app(clerk_of, 1 << 30), clients)
+    return LoopbackGrid(client_app(executor_of, 1 << 30), clients)
 
 
 def experiment(data: dict[str, Any], **more: Any) -> Experiment:

@@ -18,7 +18,7 @@ from fedstill.data.sources import load_dataset
 from fedstill.flower.deployment.control import Control
 from fedstill.flower.deployment.gate import HOLD_SECONDS
 from fedstill.flower.engine import LoopbackGrid
-from fedstill.flower.site import Clerk, client_app
+from fedstill.flower.site import StageExecutor, client_app
 from fedstill.flower.site_settings import load_site
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
@@ -147,7 +147,7 @@ def test_sites_have_tasks_of_their_own_over_the_deployment(
         site.write_text(text + f'data = "{tmp_path / f"data{client}"}"\ntasks = "folders"\n')
     try:
         run(what, tmp_path / "run")
-        there = {c: Clerk(load_site(site)) for c, site in enumerate(sites)}
+        there = {c: StageExecutor(load_site(site)) for c, site in enumerate(sites)}
     finally:
         for site, text in zip(sites, before, strict=True):
             site.write_text(text)

@@ -279,7 +279,7 @@ def test_a_reply_that_comes_in_drops_holds_up_nobody_and_only_until_the_deadline
 def test_a_reply_over_the_limit_is_refused_before_all_of_it_is_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(arriving, "AROUND", 1 << 16)
+    monkeypatch.setattr(arriving, "REPLY_OVERHEAD", 1 << 16)
     server = Server(2)
     beside(
         lambda: server.answer(0, good(0, size=100_000)), lambda: server.answer(1, good(1, size=100))

@@ -18,7 +18,7 @@ from fedstill.core.errors import ConfigError, Refused, TooFewReplies
 from fedstill.core.records import Payload
 from fedstill.flower.engine import LoopbackGrid
 from fedstill.flower.facts import Facts
-from fedstill.flower.site import Clerk, client_app
+from fedstill.flower.site import StageExecutor, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.privacy.extensions import Budget
 from fedstill.privacy.noise import Privacy
@@ -90,9 +90,9 @@ def hospitals(
 
 
 def grid(sites: list[Site]) -> LoopbackGrid:
-    clerks = {site.client: Clerk(site, shows_reasons=True) for site in sites}
+    executors = {site.client: StageExecutor(site, shows_reasons=True) for site in sites}
     app = client_app(
-        lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30
+        lambda c: (c.node_config["partition-id"], executors[c.node_config["partition-id"]]), 1 << 30
     )
     return LoopbackGrid(app, range(CLIENTS))
 

@@ -25,7 +25,7 @@ from fedstill.core.records import Stage
 from fedstill.core.registry import register
 from fedstill.engines.client_measures import AtClient, ClientMeasures
 from fedstill.flower.engine import LoopbackGrid
-from fedstill.flower.site import Clerk, client_app
+from fedstill.flower.site import StageExecutor, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.measures.base import Measure
 from fedstill.metrics.classification import METRICS, Predictions, RunMetrics
@@ -93,9 +93,9 @@ if toys.has("privacy"):
 
 
 def grid_of(there: Sequence[Site], clients: Iterable[int] = range(CLIENTS)) -> LoopbackGrid:
-    clerks = {site.client: Clerk(site, shows_reasons=True) for site in there}
+    executors = {site.client: StageExecutor(site, shows_reasons=True) for site in there}
     app = client_app(
-        lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30
+        lambda c: (c.node_config["partition-id"], executors[c.node_config["partition-id"]]), 1 << 30
     )
     return LoopbackGrid(app, list(clients))
 

@@ -33,7 +33,7 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.flower.engine import LoopbackGrid
-from fedstill.flower.site import Clerk, client_app
+from fedstill.flower.site import StageExecutor, client_app
 from fedstill.losses import cross_entropy
 from fedstill.models.contract import initial
 from fedstill.running.journal import read_journal
@@ -133,13 +133,16 @@ def grid_of(experiment: Experiment, folder: Path) -> LoopbackGrid:
     simulated = prepare(
         resolve(experiment.with_values({"data.name": "blobs"}, "test")), toys.blobs()
     )
-    clerks = {site.client: Clerk(site, shows_reasons=True) for site in own_sites(simulated, folder)}
+    executors = {
+        site.client: StageExecutor(site, shows_reasons=True)
+        for site in own_sites(simulated, folder)
+    }
 
-    def clerk_of(context: Any) -> tuple[int, Clerk]:
+    def executor_of(context: Any) -> tuple[int, StageExecutor]:
         client = int(context.node_config["partition-id"])
-        return client, clerks[client]
+        return client, executors[client]
 
-    return LoopbackGrid(client_app(clerk_of, 1 << 30), range(CLIENTS))
+    return LoopbackGrid(client_app(executor_of, 1 << 30), range(CLIENTS))
 
 
 def rounds_of(folder: Path) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, Interrupted, TooFewReplies
 from fedstill.core.records import SERVER, Examples
 from fedstill.flower.engine import LoopbackGrid
-from fedstill.flower.site import Clerk, client_app
+from fedstill.flower.site import StageExecutor, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.metrics import tasks as over_time
 from fedstill.models.predictors import predictor
@@ -81,9 +81,9 @@ def folders(of: Experiment, place: Path) -> list[Site]:
 
 
 def grid(there: Sequence[Site]) -> LoopbackGrid:
-    clerks = {site.client: Clerk(site, shows_reasons=True) for site in there}
+    executors = {site.client: StageExecutor(site, shows_reasons=True) for site in there}
     app = client_app(
-        lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30
+        lambda c: (c.node_config["partition-id"], executors[c.node_config["partition-id"]]), 1 << 30
     )
     return LoopbackGrid(app, range(CLIENTS))
 

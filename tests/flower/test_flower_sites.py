@@ -30,7 +30,7 @@ from fedstill.flower.messages import (
     answer_content,
     header_and_payload,
 )
-from fedstill.flower.site import Clerk
+from fedstill.flower.site import StageExecutor
 from fedstill.flower.site_settings import Site, files_in, load_site
 from fedstill.running.preparation import prepare
 from flowers import needs_flower
@@ -57,18 +57,18 @@ def request_of(settings: Settings, client: int = 0, **changes: Any) -> Request:
     return replace(made, **changes)
 
 
-def clerk(tmp_path: Path, **site: Any) -> Clerk:
-    return Clerk(Site(0, tmp_path / "memory", **site), toys.blobs(), shows_reasons=True)
+def executor(tmp_path: Path, **site: Any) -> StageExecutor:
+    return StageExecutor(Site(0, tmp_path / "memory", **site), toys.blobs(), shows_reasons=True)
 
 
 def test_a_request_is_answered_and_the_same_one_again_from_the_kept_reply(tmp_path: Path) -> None:
     request = request_of(settings_of())
-    first = clerk(tmp_path)(request)
+    first = executor(tmp_path)(request)
     assert first.failure == ""
     assert first.examples > 0
     (kept,) = tmp_path.rglob("*.reply")
     before = kept.stat().st_mtime_ns
-    again = clerk(tmp_path)(request)
+    again = executor(tmp_path)(request)
     assert kept.stat().st_mtime_ns == before
     assert again.header() == first.header(), "seconds and all: it is the kept one"
     assert all(
@@ -90,12 +90,12 @@ def test_a_trial_reads_no_file_of_a_site_that_its_operator_has_not_listed(tmp_pa
     request = Request(
         fedstill.__version__, config, digest(config.encode()), "run1", 0, stage, payload=down
     )
-    answer = Clerk(Site(0, tmp_path / "memory"), shows_reasons=True)(request)
+    answer = StageExecutor(Site(0, tmp_path / "memory"), shows_reasons=True)(request)
     assert "has this site read" in answer.failure
     assert "patients.csv" in answer.failure
     assert not answer.content
     assert (
-        Clerk(Site(0, tmp_path / "memory", files=(str(private),)), shows_reasons=True)(
+        StageExecutor(Site(0, tmp_path / "memory", files=(str(private),)), shows_reasons=True)(
             request
         ).failure
         == ""
@@ -151,9 +151,9 @@ def test_a_request_for_the_same_stage_with_another_content_is_worked_out_anew(
     tmp_path: Path,
 ) -> None:
     request = request_of(settings_of())
-    first = clerk(tmp_path)(request)
+    first = executor(tmp_path)(request)
     moved = Payload(params={k: v + 1 for k, v in request.payload.params.items()})
-    second = clerk(tmp_path)(replace(request, payload=moved))
+    second = executor(tmp_path)(replace(request, payload=moved))
     assert not all(
         torch.equal(second.content.params[k], first.content.params[k]) for k in first.content.params
     )
@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_it_refuses_with_one_line(what: str, tmp_path: Path) -> None:
     changes, site, line = REFUSED[what]
-    answer = clerk(tmp_path, **site)(request_of(settings_of(), **changes))
+    answer = executor(tmp_path, **site)(request_of(settings_of(), **changes))
     assert answer.examples == 0
     assert not answer.content
     with pytest.raises(AssertionError, match=line):
@@ -233,14 +233,14 @@ def test_a_census_is_answered_where_the_run_needs_it(
     settings = settings_of(**settings, rounds=2)
     ready = prepare(settings, toys.blobs())
     request = request_of(settings, stage=census_stage(ready.world), payload=Payload())
-    answer = clerk(tmp_path)(request)
+    answer = executor(tmp_path)(request)
     assert answer.content.tensor("labels").tolist() == ready.sites.label_counts(0).tolist()
 
 
 def test_a_site_takes_no_part_in_a_run_with_a_measure_that_it_refuses(tmp_path: Path) -> None:
     request = request_of(settings_of(measure=("contributions",)))
-    assert clerk(tmp_path)(request).failure == ""
-    refusing = clerk(tmp_path, refuse=("contributions",))
+    assert executor(tmp_path)(request).failure == ""
+    refusing = executor(tmp_path, refuse=("contributions",))
     assert "'contributions'" in refusing(request).failure
     assert refusing(request_of(settings_of())).failure == ""
 
@@ -264,10 +264,10 @@ def test_code_runs_only_where_the_site_lists_it(tmp_path: Path) -> None:
     request = request_of(settings_of())
     config = request.config.replace('name = "fedavg"', f'name = "{name}"')
     request = replace(request, config=config, sha=digest(config.encode()))
-    assert "names code, " in (why := clerk(tmp_path)(request).failure)
+    assert "names code, " in (why := executor(tmp_path)(request).failure)
     assert "does not list under imports" in why
     assert not marker.exists(), "a refused file is not even imported"
-    assert clerk(tmp_path, imports=(name,))(request).failure == ""
+    assert executor(tmp_path, imports=(name,))(request).failure == ""
     assert marker.exists()
 
 
@@ -281,14 +281,14 @@ def test_a_configuration_that_does_not_resolve_here_is_refused(
     request = request_of(settings_of())
     config = request.config.replace(*edit)
     assert config != request.config
-    answer = clerk(tmp_path)(replace(request, config=config, sha=digest(config.encode())))
+    answer = executor(tmp_path)(replace(request, config=config, sha=digest(config.encode())))
     assert answer.failure
 
 
 def test_a_configuration_that_resolves_to_something_else_is_refused(tmp_path: Path) -> None:
     request = request_of(settings_of())
     config = request.config.replace("measure_every = 2\n", "")
-    answer = clerk(tmp_path)(replace(request, config=config, sha=digest(config.encode())))
+    answer = executor(tmp_path)(replace(request, config=config, sha=digest(config.encode())))
     assert "other values" in answer.failure
 
 
@@ -317,12 +317,14 @@ def test_on_its_own_data_a_site_gives_the_bits_of_the_simulation_and_keeps_its_l
     tmp_path: Path,
 ) -> None:
     ready = prepare(settings_of(), toys.blobs())
-    simulated = clerk(tmp_path / "a")(request_of(ready.settings))
+    simulated = executor(tmp_path / "a")(request_of(ready.settings))
     folder = own_data(tmp_path / "own", ready, 0, toys.blobs().test)
     settings = on_sites()
     facts = Facts.known_by(prepare(settings, toys.blobs())).plain()
     request = request_of(settings, facts=facts)
-    answer = Clerk(Site(0, tmp_path / "memory", data=str(folder)), shows_reasons=True)(request)
+    answer = StageExecutor(Site(0, tmp_path / "memory", data=str(folder)), shows_reasons=True)(
+        request
+    )
     assert answer.failure == ""
     assert answer.examples == simulated.examples
     assert all(
@@ -353,10 +355,10 @@ def test_at_a_site_a_left_over_example_joins_the_batch_before_it(tmp_path: Path)
     settings = on_sites(**changes)
     facts = Facts.known_by(prepare(settings, toys.blobs())).plain()
     site = Site(0, tmp_path / "memory", data=str(folder), imports=(model,))
-    answer = Clerk(site, shows_reasons=True)(request_of(settings, facts=facts))
+    answer = StageExecutor(site, shows_reasons=True)(request_of(settings, facts=facts))
     assert answer.failure == ""
     assert answer.metrics["steps"] == size // 33
-    simulated = clerk(tmp_path / "simulated", imports=(model,))(request_of(ready.settings))
+    simulated = executor(tmp_path / "simulated", imports=(model,))(request_of(ready.settings))
     for name, value in simulated.content.params.items():
         assert torch.equal(answer.content.params[name], value), name
     assert "correct_by_class" not in answer.metrics
@@ -373,7 +375,7 @@ def test_data_of_another_kind_are_refused(facts: dict[str, Any], line: str, tmp_
     folder = own_data(tmp_path / "own", prepare(settings_of(), toys.blobs()), 0, toys.blobs().test)
     settings = on_sites()
     known = {**Facts.known_by(prepare(settings, toys.blobs())).plain(), **facts}
-    answer = Clerk(Site(0, tmp_path / "memory", data=str(folder)), shows_reasons=True)(
+    answer = StageExecutor(Site(0, tmp_path / "memory", data=str(folder)), shows_reasons=True)(
         request_of(settings, facts=known)
     )
     with pytest.raises(AssertionError, match=line):
@@ -388,10 +390,10 @@ def test_another_public_set_than_the_servers_is_refused(tmp_path: Path) -> None:
     stage = Stage(1, 0, "local", (0, 1, 2))
     request = request_of(settings, facts=facts, stage=stage, payload=Payload())
     site = Site(0, tmp_path / "memory", data=str(folder))
-    assert "set public" in Clerk(site, shows_reasons=True)(request).failure
+    assert "set public" in StageExecutor(site, shows_reasons=True)(request).failure
     assert (
         "differs from the server's"
-        in Clerk(replace(site, public=str(folder)), shows_reasons=True)(request).failure
+        in StageExecutor(replace(site, public=str(folder)), shows_reasons=True)(request).failure
     )
     public = prepare(settings, toys.blobs()).sites.public
     assert public is not None
@@ -405,7 +407,9 @@ def test_another_public_set_than_the_servers_is_refused(tmp_path: Path) -> None:
         test_images=images,
         test_labels=labels,
     )
-    assert Clerk(replace(site, public=str(right)), shows_reasons=True)(request).failure == ""
+    assert (
+        StageExecutor(replace(site, public=str(right)), shows_reasons=True)(request).failure == ""
+    )
 
 
 def test_class_names_make_labels_the_same_at_all_sites() -> None:
@@ -542,9 +546,9 @@ def test_the_run_of_a_request_cannot_be_a_path() -> None:
 
 
 def test_two_versions_are_kept_beside_the_one_that_counts(tmp_path: Path) -> None:
-    from fedstill.flower.site import Desk
+    from fedstill.flower.site import ClientFiles
 
-    desk, request = Desk(tmp_path, "run1", 0), request_of(settings_of())
+    files, request = ClientFiles(tmp_path, "run1", 0), request_of(settings_of())
     versions = []
     for round in range(1, 6):
         asked = replace(
@@ -552,24 +556,26 @@ def test_two_versions_are_kept_beside_the_one_that_counts(tmp_path: Path) -> Non
             stage=Stage(round, 0, "train", (0, 1, 2)),
             memory=versions[0] if versions else None,
         )
-        versions.append(desk.keep(asked, SiteReply(0, round, 0), Payload(round=round)).memory)
-    there = sorted(p.name for p in desk.place.glob("*.safetensors"))
+        versions.append(
+            files.store_answer(asked, SiteReply(0, round, 0), Payload(round=round)).memory
+        )
+    there = sorted(p.name for p in files.place.glob("*.safetensors"))
     assert there == [f"client0-round{r}-stage0.safetensors" for r in (1, 4, 5)]
-    assert desk.remembered(versions[0]).number("round") == 1
+    assert files.client_state(versions[0]).number("round") == 1
 
 
 def test_memories_that_the_servers_checkpoints_name_stay(tmp_path: Path) -> None:
-    from fedstill.flower.site import Desk
+    from fedstill.flower.site import ClientFiles
 
     named = "client0-round2-stage0.safetensors"
-    desk, request = Desk(tmp_path, "run1", 0), request_of(settings_of())
+    files, request = ClientFiles(tmp_path, "run1", 0), request_of(settings_of())
     for round in range(1, 7):
         stage = Stage(round, 0, "train", (0, 1, 2))
         asked = replace(request, stage=stage, named=(named,) if round > 2 else ())
         assert Request.of(asked.header(), asked.payload) == asked
         assert asked.digest() == replace(asked, named=()).digest()
-        desk.keep(asked, SiteReply(0, round, 0), Payload(round=round))
-    there = sorted(path.name for path in desk.place.glob("*.safetensors"))
+        files.store_answer(asked, SiteReply(0, round, 0), Payload(round=round))
+    there = sorted(path.name for path in files.place.glob("*.safetensors"))
     assert there == [f"client0-round{number}-stage0.safetensors" for number in (2, 5, 6)]
 
 
@@ -583,19 +589,19 @@ def test_named_memories_that_are_no_names_are_refused() -> None:
 def test_a_stage_asked_anew_by_a_server_that_went_back_keeps_its_reply_and_memory(
     tmp_path: Path,
 ) -> None:
-    from fedstill.flower.site import Desk
+    from fedstill.flower.site import ClientFiles
 
-    desk, request = Desk(tmp_path, "run1", 0), request_of(settings_of())
+    files, request = ClientFiles(tmp_path, "run1", 0), request_of(settings_of())
     for round in (1, 2, 3, 4):
-        desk.keep(
+        files.store_answer(
             replace(request, stage=Stage(round, 0, "train", (0, 1, 2))),
             SiteReply(0, round, 0),
             Payload(a=round),
         )
     anew = replace(request, stage=Stage(1, 0, "train", (0, 1, 2)), version="another")
-    version = desk.keep(anew, SiteReply(0, 1, 0), Payload(a=7)).memory
-    assert desk.remembered(version).number("a") == 7
-    assert desk.kept(anew) is not None
+    version = files.store_answer(anew, SiteReply(0, 1, 0), Payload(a=7)).memory
+    assert files.client_state(version).number("a") == 7
+    assert files.stored_answer(anew) is not None
 
 
 PRIVATE = {"gradient_clip": 0.5, "gradient_noise": 50.0}
@@ -622,6 +628,8 @@ def test_a_site_sees_for_itself_that_private_training_is_private(
     config = on_sites(method, topology=topology, privacy=PRIVATE).toml
     asked = request_of(on_sites(), facts=facts, stage=Stage(1, 0, stage, (0, 1, 2)))
     asked = replace(asked, config=config, sha=digest(config.encode()))
-    answer = Clerk(Site(0, tmp_path / "memory", data=str(folder)), shows_reasons=True)(asked)
+    answer = StageExecutor(Site(0, tmp_path / "memory", data=str(folder)), shows_reasons=True)(
+        asked
+    )
     assert line in answer.failure
     assert not answer.content

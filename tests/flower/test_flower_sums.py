@@ -25,7 +25,7 @@ from fedstill.core.files import digest
 from fedstill.core.records import Payload, Stage
 from fedstill.flower.engine import Parcel, parsed
 from fedstill.flower.messages import Request, SiteReply, header_and_payload
-from fedstill.flower.site import Clerk
+from fedstill.flower.site import StageExecutor
 from fedstill.flower.site_settings import Site
 from fedstill.privacy.masking import Masking
 from fedstill.privacy.noise import Privacy
@@ -388,8 +388,8 @@ class Asked:
         asked = toys.toy(privacy=ON, measure=(), topology={"clients": 3}, data={"name": "blobs"})
         self.settings = resolve(replace(asked, engine="flower"))
         self.world = prepare(self.settings, toys.blobs()).world
-        self.clerks = {
-            c: Clerk(Site(c, folder / str(c)), toys.blobs(), shows_reasons=True)
+        self.executors = {
+            c: StageExecutor(Site(c, folder / str(c)), toys.blobs(), shows_reasons=True)
             for c in STAGE.clients
         }
         self.model = Payload(params=self.world.initial(0))
@@ -405,7 +405,7 @@ class Asked:
             stage,
             payload=payload,
         )
-        return self.clerks[client](sent)
+        return self.executors[client](sent)
 
     def content(self, client: int, payload: Payload) -> Payload:
         answer = self.ask(client, payload)
@@ -417,18 +417,18 @@ class Asked:
     ) -> tuple[dict[int, bytes], dict[int, dict[int, bytes]], dict[int, Any]]:
         keys = {
             c: bytes(self.content(c, question("keys", word)).tensor("sum.keys").tolist())
-            for c in self.clerks
+            for c in self.executors
         }
         told = byte_tensors(keys)
         shares = {
             c: as_bytes(
                 self.content(c, question("shares", word, keys=told)).tensors("sum.shares"), SEALED
             )
-            for c in self.clerks
+            for c in self.executors
         }
         masked = {
             c: self.content(c, self.vector(c, shares, word)).tensor("sum.vector")
-            for c in self.clerks
+            for c in self.executors
         }
         return keys, shares, masked
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedstill.flower.fleet import SOONEST, Pace
+from fedstill.flower.fleet import SHORTEST_PAUSE, Pace
 from flowers import needs_flower
 
 
@@ -21,11 +21,11 @@ def test_it_asks_often_while_there_is_work_and_more_and_more_rarely_after_it() -
     for _ in range(300):
         waits.append(pace.wait(3.0))
         now.t += waits[-1]
-    assert waits[0] == SOONEST
+    assert waits[0] == SHORTEST_PAUSE
     assert waits == sorted(waits)
     assert waits[-1] == 3.0
     pace.worked()
-    assert pace.wait(3.0) == SOONEST
+    assert pace.wait(3.0) == SHORTEST_PAUSE
     assert pace.wait(0.01) == 0.01, "never longer than asked for"
 
 

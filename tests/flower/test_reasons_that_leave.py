@@ -32,7 +32,7 @@ from fedstill.core.records import Payload, Stage
 from fedstill.flower import site as site_module
 from fedstill.flower.facts import Facts
 from fedstill.flower.messages import PUBLIC_REASONS, Request, SiteReply, public_reason
-from fedstill.flower.site import REFUSED, Clerk, client_app
+from fedstill.flower.site import REFUSED, StageExecutor, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.running.preparation import prepare
 from flowers import needs_flower
@@ -67,13 +67,13 @@ def test_no_text_of_an_error_leaves_a_site(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def fail(clerk: Clerk, request: Request) -> SiteReply:
+    def fail(executor: StageExecutor, request: Request) -> SiteReply:
         raise error
 
-    monkeypatch.setattr(Clerk, "_answer", fail)
+    monkeypatch.setattr(StageExecutor, "_answer", fail)
     site = Site(0, tmp_path / SECRET, data=f"/data/{SECRET}")
     with caplog.at_level(logging.WARNING, "fedstill.site"):
-        answer = Clerk(site)(Request("v", "c", "s", "run1", 0, STAGE))
+        answer = StageExecutor(site)(Request("v", "c", "s", "run1", 0, STAGE))
     assert answer.failure in ALL_REASONS
     assert SECRET not in answer.header()
     assert SECRET in caplog.text, "the site's log has the details"
@@ -101,8 +101,8 @@ def test_a_failure_that_the_work_reports_does_not_leave_a_site(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = SiteReply(0, 1, 0, failure=f"RuntimeError: {SECRET}")
-    monkeypatch.setattr(Clerk, "_answer", lambda clerk, request: failed)
-    answer = Clerk(Site(0, tmp_path))(Request("v", "c", "s", "run1", 0, STAGE))
+    monkeypatch.setattr(StageExecutor, "_answer", lambda executor, request: failed)
+    answer = StageExecutor(Site(0, tmp_path))(Request("v", "c", "s", "run1", 0, STAGE))
     assert answer.failure == public_reason("work")
 
 
@@ -224,7 +224,7 @@ def test_no_value_of_a_sites_data_is_in_a_refusal(
 ) -> None:
     site, request, topic = CASES[what]
     with caplog.at_level(logging.WARNING, "fedstill.site"):
-        answer = Clerk(site(tmp_path))(request())
+        answer = StageExecutor(site(tmp_path))(request())
     assert answer.failure == public_reason(topic), caplog.text
     assert SECRET not in answer.header()
     assert str(tmp_path) not in answer.header()
@@ -235,7 +235,7 @@ def test_the_server_cannot_check_guesses_about_a_sites_state(tmp_path: Path) -> 
     settings = settings_of(TABLE, method={"name": "moon"})
     site = site_with(tmp_path, patients())
     model = Payload(params=prepare(settings).world.initial(0))
-    answer = Clerk(site)(request_of(settings, payload=model))
+    answer = StageExecutor(site)(request_of(settings, payload=model))
     assert answer.failure == ""
     assert answer.memory is not None
     name, identifier = answer.memory
@@ -243,7 +243,7 @@ def test_the_server_cannot_check_guesses_about_a_sites_state(tmp_path: Path) -> 
     assert identifier != digest(state.read_bytes())
     second = replace(STAGE, round=2)
     later = request_of(settings, payload=model, stage=second, memory=answer.memory)
-    assert Clerk(site)(later).failure == ""
+    assert StageExecutor(site)(later).failure == ""
 
 
 # A server that asks again and again.
@@ -259,13 +259,13 @@ def config_names_no_classes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_cannot_list_a_sites_classes_by_its_refusals(tmp_path: Path) -> None:
     """The attack: each request lists the classes that earlier refusals named."""
     names = [f"Patient {number}" for number in range(40)]
-    clerk = Clerk(site_with(tmp_path, patients(label=names)))
+    executor = StageExecutor(site_with(tmp_path, patients(label=names)))
     settings = settings_of(TABLE)
     facts = request_of(settings).facts
     reasons = []
     for number in range(31):
         known = {**facts, "classes": names[:number] or ["x"]}
-        reasons.append(clerk(request_of(settings, facts=known, run=f"run{number}")).failure)
+        reasons.append(executor(request_of(settings, facts=known, run=f"run{number}")).failure)
     assert reasons[0] == public_reason("classes")
     assert set(reasons) == {public_reason("classes"), public_reason("limit")}
     assert reasons.count(public_reason("classes")) == site_module.MOST_REFUSALS
@@ -277,15 +277,15 @@ def test_the_same_question_counts_once_and_an_operator_can_lift_the_limit(tmp_pa
     site = site_with(tmp_path, patients(label=SECRET))
     request = request_of(settings_of(TABLE))
     for _ in range(2 * site_module.MOST_REFUSALS):
-        assert Clerk(site)(request).failure == public_reason("classes")
+        assert StageExecutor(site)(request).failure == public_reason("classes")
 
     for number in range(2 * site_module.MOST_REFUSALS):
         other = {**request.facts, "classes": [str(number), "x"]}
-        last = Clerk(site)(replace(request, facts=other)).failure
+        last = StageExecutor(site)(replace(request, facts=other)).failure
     assert last == public_reason("limit")
-    assert Clerk(site)(request).failure == public_reason("classes"), "an old question"
+    assert StageExecutor(site)(request).failure == public_reason("classes"), "an old question"
     (site.memory / REFUSED).unlink()
-    assert Clerk(site)(replace(request, facts=other)).failure == public_reason("classes")
+    assert StageExecutor(site)(replace(request, facts=other)).failure == public_reason("classes")
 
 
 def test_refusals_of_different_configs_are_limited_by_day(
@@ -294,16 +294,16 @@ def test_refusals_of_different_configs_are_limited_by_day(
     monkeypatch.setattr(site_module, "MOST_REFUSALS_A_DAY", 5)
     site = site_with(tmp_path, patients(label=SECRET))
     reasons = [
-        Clerk(site)(request_of(settings_of(TABLE, seed=seed), run=f"run{seed}")).failure
+        StageExecutor(site)(request_of(settings_of(TABLE, seed=seed), run=f"run{seed}")).failure
         for seed in range(8)
     ]
     assert reasons == [public_reason("classes")] * 5 + [public_reason("limit")] * 3
     later = site_module.time.time() + 2 * site_module.DAY
     monkeypatch.setattr(site_module.time, "time", lambda: later)
     request = request_of(settings_of(TABLE, seed=9), run="run9")
-    assert Clerk(site)(request).failure == public_reason("classes")
+    assert StageExecutor(site)(request).failure == public_reason("classes")
 
 
 def test_a_simulation_shows_its_reasons(tmp_path: Path) -> None:
-    clerk = Clerk(Site(0, tmp_path), toys.blobs(), shows_reasons=True)
-    assert "fedstill 0" in clerk(request_of(settings_of(TABLE), version="0")).failure
+    executor = StageExecutor(Site(0, tmp_path), toys.blobs(), shows_reasons=True)
+    assert "fedstill 0" in executor(request_of(settings_of(TABLE), version="0")).failure

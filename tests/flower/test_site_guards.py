@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from test_flower_sites import clerk, request_of, settings_of
+from test_flower_sites import executor, request_of, settings_of
 
 from fedstill.core.errors import Refused
 from fedstill.core.extensions import SiteGuard, SiteRequest
@@ -52,9 +52,9 @@ def test_new_work_is_admitted_and_checked_and_a_kept_reply_only_leaves(
     guard = Watching()
     guarded(monkeypatch, guard)
     request = request_of(settings_of())
-    assert clerk(tmp_path)(request).failure == ""
+    assert executor(tmp_path)(request).failure == ""
     assert guard.calls == ["admit", "check", "leaving"]
-    assert clerk(tmp_path)(request).failure == ""
+    assert executor(tmp_path)(request).failure == ""
     assert guard.calls == ["admit", "check", "leaving", "leaving"]
 
 
@@ -63,7 +63,7 @@ def test_what_a_guard_refuses_does_not_leave(
     refuses: str, is_kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guarded(monkeypatch, Watching(refuses))
-    answer = clerk(tmp_path)(request_of(settings_of()))
+    answer = executor(tmp_path)(request_of(settings_of()))
     assert answer.failure == f"{refuses} says no"
     assert not answer.content
     assert len([*tmp_path.rglob("*.reply")]) == is_kept
@@ -75,7 +75,7 @@ def test_a_request_that_is_not_the_runs_reaches_no_guard(
     guard = Watching()
     guarded(monkeypatch, guard)
     request = replace(request_of(settings_of()), stage=Stage(1, 0, "another", (0, 1, 2)))
-    assert "schedule" in clerk(tmp_path)(request).failure
+    assert "schedule" in executor(tmp_path)(request).failure
     assert guard.calls == []
 
 
@@ -95,7 +95,7 @@ def test_the_first_guard_is_the_outermost_and_the_memory_of_the_work_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guarded(monkeypatch, Renames("a"), Renames("b"))
-    answer = clerk(tmp_path)(request_of(settings_of("moon")))
+    answer = executor(tmp_path)(request_of(settings_of("moon")))
     assert answer.failure == ""
     assert dict(answer.content) == {"passed": "a-ab-"}
     assert answer.memory is not None

@@ -26,7 +26,7 @@ from fedstill.data.views import SiteViews
 from fedstill.flower.engine import LoopbackGrid, Parcel, parsed, serialised
 from fedstill.flower.facts import Facts
 from fedstill.flower.messages import Request, SiteReply, header_and_payload
-from fedstill.flower.site import Clerk, client_app
+from fedstill.flower.site import StageExecutor, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.privacy import noise as wire_privacy
 from fedstill.privacy.noise import Privacy, clip_rows, secret_normal
@@ -82,9 +82,9 @@ def asked(experiment: Experiment, stage: Stage = FIRST, **down: Any) -> Request:
     )
 
 
-def at(site: Site, memory: Path) -> Clerk:
+def at(site: Site, memory: Path) -> StageExecutor:
     """The site with an empty memory, as a process that has just started."""
-    return Clerk(replace(site, memory=memory), shows_reasons=True)
+    return StageExecutor(replace(site, memory=memory), shows_reasons=True)
 
 
 def logits(answer: SiteReply) -> torch.Tensor:
@@ -241,9 +241,9 @@ def test_an_answer_that_was_lost_is_sent_again_with_the_same_noise(
             return serialised(Message(Error(4, "gone"), reply_to=message)) if lost else reply
 
     answers: dict[tuple[int, str], list[Parcel]] = {}
-    clerks = {s.client: at(s, tmp_path / str(s.client)) for s in there}
+    executors = {s.client: at(s, tmp_path / str(s.client)) for s in there}
     app = client_app(
-        lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30
+        lambda c: (c.node_config["partition-id"], executors[c.node_config["partition-id"]]), 1 << 30
     )
     experiment = replace(setting(**PRIVACY), engine="flower", flower=dict(SITES))
     run(experiment, tmp_path / "run", toys.blobs(), grid=Losing(app, range(CLIENTS)))
@@ -275,9 +275,9 @@ def test_a_server_that_was_killed_after_it_asked_resumes_with_the_noise_that_was
             return reply
 
     answered: list[tuple[int, int]] = []
-    clerks = {s.client: at(s, tmp_path / str(s.client)) for s in there}
+    executors = {s.client: at(s, tmp_path / str(s.client)) for s in there}
     app = client_app(
-        lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30
+        lambda c: (c.node_config["partition-id"], executors[c.node_config["partition-id"]]), 1 << 30
     )
     experiment = replace(setting(**PRIVACY), engine="flower", flower=dict(SITES))
     with pytest.raises(KeyboardInterrupt):
@@ -342,7 +342,7 @@ def trains_privately(**privacy: float) -> Experiment:
     return setting().with_values({"method": "fedavg", "privacy": own}, "test")
 
 
-def trained(site: Clerk, experiment: Experiment, stage: Stage = TRAIN) -> SiteReply:
+def trained(site: StageExecutor, experiment: Experiment, stage: Stage = TRAIN) -> SiteReply:
     request = asked(experiment, stage)
     ready = prepare(resolve(experiment.with_values({"data.name": "blobs"}, "test")), toys.blobs())
     return site(replace(request, payload=Payload(params=ready.world.initial(0))))

@@ -19,7 +19,7 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.records import NOTHING, Reply, Stage
 from fedstill.core.screen import MAX_EXAMPLES, Rules, screen
 from fedstill.flower.engine import LoopbackGrid
-from fedstill.flower.site import Clerk, client_app
+from fedstill.flower.site import StageExecutor, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.report.page import page
 from fedstill.report.terminal import percent
@@ -60,9 +60,9 @@ def hospitals(place: Path, **keys: Any) -> list[Site]:
 
 
 def grid_of(sites: Sequence[Site]) -> LoopbackGrid:
-    clerks = {site.client: Clerk(site, shows_reasons=True) for site in sites}
+    executors = {site.client: StageExecutor(site, shows_reasons=True) for site in sites}
     app = client_app(
-        lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30
+        lambda c: (c.node_config["partition-id"], executors[c.node_config["partition-id"]]), 1 << 30
     )
     return LoopbackGrid(app, range(CLIENTS))
 

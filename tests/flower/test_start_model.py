@@ -22,7 +22,7 @@ from fedstill.core.records import Tensors
 from fedstill.flower.engine import LoopbackGrid
 from fedstill.flower.facts import accepted_text
 from fedstill.flower.messages import PUBLIC_REASONS, Request, SiteReply
-from fedstill.flower.site import START_MODEL, Clerk, client_app, prune_states
+from fedstill.flower.site import START_MODEL, StageExecutor, client_app, prune_states
 from fedstill.flower.site_settings import Site
 from fedstill.models.building import sha256_of
 from fedstill.running.journal import read_journal
@@ -57,17 +57,17 @@ class Sites:
     loses_disk: bool = False
 
     def grid(self) -> LoopbackGrid:
-        def clerk_of(context: Any) -> tuple[int, Callable[[Request], SiteReply]]:
+        def executor_of(context: Any) -> tuple[int, Callable[[Request], SiteReply]]:
             client = int(context.node_config["partition-id"])
-            clerk = Clerk(self.there[client], shows_reasons=True)
+            executor = StageExecutor(self.there[client], shows_reasons=True)
 
             def answer(request: Request) -> SiteReply:
                 self.requests.append(request)
-                return clerk(request)
+                return executor(request)
 
             return client, answer
 
-        return LoopbackGrid(client_app(clerk_of, 1 << 30), range(CLIENTS))
+        return LoopbackGrid(client_app(executor_of, 1 << 30), range(CLIENTS))
 
     def run(self, what: Experiment, out: Path, **options: Any) -> None:
         run(on_sites(what), out, toys.blobs(), grid=self.grid(), **options)
@@ -174,10 +174,10 @@ def test_a_site_reads_no_file_and_needs_the_model_once(
     request_with_model: Request, site: Site
 ) -> None:
     without = replace(request_with_model, start={})
-    assert PUBLIC_REASONS["start"] in Clerk(site)(without).failure
-    assert not Clerk(site)(request_with_model).failure
-    assert not Clerk(site)(without).failure
-    assert PUBLIC_REASONS["start"] in Clerk(site)(replace(without, run="third")).failure
+    assert PUBLIC_REASONS["start"] in StageExecutor(site)(without).failure
+    assert not StageExecutor(site)(request_with_model).failure
+    assert not StageExecutor(site)(without).failure
+    assert PUBLIC_REASONS["start"] in StageExecutor(site)(replace(without, run="third")).failure
 
 
 def test_a_site_takes_no_other_model_than_the_one_it_has_accepted(
@@ -186,16 +186,16 @@ def test_a_site_takes_no_other_model_than_the_one_it_has_accepted(
     text = accepted_text(request_with_model.config, request_with_model.facts)
     assert sha256_of(request_with_model.start) in text
     accepting = replace(site, accept=(digest(text.encode()),))
-    assert not Clerk(accepting)(request_with_model).failure
+    assert not StageExecutor(accepting)(request_with_model).failure
 
     model = other(request_with_model.start)
     swapped = replace(request_with_model, start=model)
-    assert PUBLIC_REASONS["start"] in Clerk(accepting)(swapped).failure
+    assert PUBLIC_REASONS["start"] in StageExecutor(accepting)(swapped).failure
     hostile = replace(swapped, facts=facts_of(model, swapped))
-    assert PUBLIC_REASONS["accept"] in Clerk(accepting)(hostile).failure
+    assert PUBLIC_REASONS["accept"] in StageExecutor(accepting)(hostile).failure
     # A site that accepts all keeps the model with which the run began.
-    assert PUBLIC_REASONS["request"] in Clerk(site)(hostile).failure
-    assert not Clerk(accepting)(replace(request_with_model, start={})).failure
+    assert PUBLIC_REASONS["request"] in StageExecutor(site)(hostile).failure
+    assert not StageExecutor(accepting)(replace(request_with_model, start={})).failure
 
 
 def short(model: Tensors) -> dict[str, torch.Tensor]:
@@ -216,7 +216,7 @@ def test_a_model_that_does_not_fit_is_refused_and_not_stored(
 ) -> None:
     model = change(request_with_model.start)
     hostile = replace(request_with_model, start=model, facts=facts_of(model, request_with_model))
-    assert PUBLIC_REASONS["start"] in Clerk(site)(hostile).failure
+    assert PUBLIC_REASONS["start"] in StageExecutor(site)(hostile).failure
     assert not list(site.memory.rglob(START_MODEL))
 
 
@@ -225,22 +225,22 @@ def test_facts_and_config_agree_on_whether_there_is_a_model(
 ) -> None:
     facts = {name: value for name, value in request_with_model.facts.items() if name != "start"}
     without = replace(request_with_model, facts=facts, start={})
-    assert PUBLIC_REASONS["config"] in Clerk(site)(without).failure
+    assert PUBLIC_REASONS["config"] in StageExecutor(site)(without).failure
     unnamed = replace(without, facts=facts, start=request_with_model.start)
-    assert PUBLIC_REASONS["config"] in Clerk(site)(unnamed).failure
+    assert PUBLIC_REASONS["config"] in StageExecutor(site)(unnamed).failure
 
 
 def test_a_damaged_model_is_asked_for_again(request_with_model: Request, site: Site) -> None:
-    assert not Clerk(site)(request_with_model).failure
+    assert not StageExecutor(site)(request_with_model).failure
     (stored,) = site.memory.rglob(START_MODEL)
     stored.write_bytes(stored.read_bytes()[:-4] + b"\0\0\0\0")
     without = replace(request_with_model, start={})
-    assert PUBLIC_REASONS["start"] in Clerk(site)(without).failure
-    assert not Clerk(site)(request_with_model).failure
+    assert PUBLIC_REASONS["start"] in StageExecutor(site)(without).failure
+    assert not StageExecutor(site)(request_with_model).failure
 
 
 def test_the_model_is_pruned_with_the_states(request_with_model: Request, site: Site) -> None:
-    assert not Clerk(site)(request_with_model).failure
+    assert not StageExecutor(site)(request_with_model).failure
     for path in site.memory.rglob("*"):
         os.utime(path, (0, 0))
     prune_states(site.memory, 90)

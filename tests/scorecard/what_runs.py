@@ -104,7 +104,7 @@ def _requests(place: Path) -> dict[str, Callable[[], str]]:
     the answer.
     """
     from fedstill.flower.messages import Request
-    from fedstill.flower.site import Clerk
+    from fedstill.flower.site import StageExecutor
     from fedstill.flower.site_settings import Site
 
     settings = resolve(small_run("fedavg", engine="flower"))
@@ -132,7 +132,7 @@ def _requests(place: Path) -> dict[str, Callable[[], str]]:
     }
 
     def refused(name: str) -> str:
-        answer = Clerk(Site(0, place / name.replace(" ", "-")), data, shows_reasons=True)(
+        answer = StageExecutor(Site(0, place / name.replace(" ", "-")), data, shows_reasons=True)(
             asked[name]
         )
         return (

@@ -15,7 +15,7 @@ from fedstill.continual.task_test import SITE_TEST
 from fedstill.core.files import parse_toml
 from fedstill.flower import say
 from fedstill.flower.messages import Request, SiteReply, require_flower
-from fedstill.flower.site import Clerk, Does, prune_states
+from fedstill.flower.site import AnswerFunction, StageExecutor, prune_states
 from fedstill.flower.site import client_app as app_of
 from fedstill.flower.site_settings import Site, load_site
 from fedstill.running import runner
@@ -24,8 +24,8 @@ MAX_REQUEST_BYTES = 4 << 30
 """The largest request that a client accepts, in bytes."""
 
 
-def clerk_of(context: Any) -> tuple[int, Does]:
-    """The number of a node's client and its clerk, from ``site.toml``. A node without this file
+def executor_of(context: Any) -> tuple[int, AnswerFunction]:
+    """The number of a node's client and its executor, from ``site.toml``. A node without this file
     only takes part in trials.
     """
     config = context.node_config
@@ -34,15 +34,15 @@ def clerk_of(context: Any) -> tuple[int, Does]:
     else:
         site = Site(int(config["partition-id"]), user_data_path("fedstill") / "sites")
     prune_states(site.memory, site.keep_days)
-    return site.client, _reported(Clerk(site))
+    return site.client, _reported(StageExecutor(site))
 
 
-def _reported(clerk: Does) -> Does:
-    """A clerk that also prints a line for each executed stage."""
+def _reported(executor: AnswerFunction) -> AnswerFunction:
+    """An executor that also prints a line for each executed stage."""
 
     def answer(request: Request) -> SiteReply:
         began = time.monotonic()
-        reply = clerk(request)
+        reply = executor(request)
         if not reply.failure:
             say(_line(request, reply, time.monotonic() - began))
         return reply
@@ -86,5 +86,5 @@ def _server_app() -> Any:
 
 
 require_flower()
-client_app = app_of(clerk_of, MAX_REQUEST_BYTES)
+client_app = app_of(executor_of, MAX_REQUEST_BYTES)
 server_app = _server_app()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Truth:
+class KnownCounts:
     """The server's knowledge of a client's data: the number of examples by class (C,) in three
     sets, each None if unknown.
 
@@ -39,7 +39,7 @@ class Truth:
     may_be_idle: bool = False
 
 
-class Asks(Protocol):
+class Requester(Protocol):
     """Delivers requests to clients and collects their answers. A missing answer is replaced by a
     failed one.
     """
@@ -53,18 +53,18 @@ class FlowerEngine:
     """Sends requests for stages to clients, and checks their answers.
 
     ``server_engine``: executes the stages of the server. ``request``: creates a request from a
-    payload and the facts about a run. ``measures``: the measures at clients. ``truth``: returns the
-    server's knowledge of a client's data in a round. ``start``: the model that the run starts from,
-    which is sent to each client with its first request. Clients store their states on their own
-    disks; ``memory.index`` has the current version of each.
+    payload and the facts about a run. ``measures``: the measures at clients. ``known_counts``:
+    returns the server's knowledge of a client's data in a round. ``start``: the model that the run
+    starts from, which is sent to each client with its first request. Clients store their states on
+    their own disks; ``memory.index`` has the current version of each.
     """
 
     server_engine: SerialEngine
-    fleet: Asks
+    fleet: Requester
     request: Callable[..., Request]
     facts: Mapping[str, Any] = field(default_factory=dict)
     measures: ClientMeasures = field(default_factory=ClientMeasures)
-    truth: Callable[[int, int], Truth] = lambda client, round: Truth()
+    known_counts: Callable[[int, int], KnownCounts] = lambda client, round: KnownCounts()
     start: Tensors = field(default_factory=dict)
     _with_start: set[int] = field(default_factory=set, init=False, repr=False)
     _held: dict[int, Version | None] = field(default_factory=dict, init=False, repr=False)
@@ -157,9 +157,9 @@ class FlowerEngine:
             return reply
         try:
             failure = self.measures.refuses(answer.metrics, stage, self.server_engine.world.classes)
-            truth = self.truth(answer.client, stage.round)
-            failure = failure or untrue(answer.examples, answer.metrics, truth)
-            if answer.idle and not truth.may_be_idle:
+            known_counts = self.known_counts(answer.client, stage.round)
+            failure = failure or false_claim(answer.examples, answer.metrics, known_counts)
+            if answer.idle and not known_counts.may_be_idle:
                 failure = "claims to have no data in this task, but the sites have no tasks"
         except Exception as error:
             failure = f"its report could not be checked: {on_one_line(error)}"
@@ -169,18 +169,18 @@ class FlowerEngine:
 # Plausibility of clients' reports.
 
 
-def untrue(examples: int, fields: Mapping[str, Any], truth: Truth) -> str:
+def false_claim(examples: int, fields: Mapping[str, Any], known_counts: KnownCounts) -> str:
     """The reason why a client's number of examples or its counts cannot be true, or ""."""
     return (
-        _untrue_own(examples, fields, truth.train)
-        or _untrue_tests(fields, truth.test)
-        or _untrue_tasks(fields, truth.tasks)
-        or _untrue_counts("private", fields, truth.train)
-        or _untrue_counts("public", fields, truth.public)
+        _false_own(examples, fields, known_counts.train)
+        or _false_tests(fields, known_counts.test)
+        or _false_tasks(fields, known_counts.tasks)
+        or _false_counts("private", fields, known_counts.train)
+        or _false_counts("public", fields, known_counts.public)
     )
 
 
-def _untrue_own(examples: int, fields: Mapping[str, Any], train: Sequence[int] | None) -> str:
+def _false_own(examples: int, fields: Mapping[str, Any], train: Sequence[int] | None) -> str:
     if train is None:
         return ""
     if examples > sum(train):
@@ -190,7 +190,7 @@ def _untrue_own(examples: int, fields: Mapping[str, Any], train: Sequence[int] |
     return ""
 
 
-def _untrue_tests(fields: Mapping[str, Any], test: Sequence[int] | None) -> str:
+def _false_tests(fields: Mapping[str, Any], test: Sequence[int] | None) -> str:
     if test is None:
         return ""
     rows = [fields.get("correct_by_class", ()), *fields.get("correct_by_epoch", ())]
@@ -199,14 +199,14 @@ def _untrue_tests(fields: Mapping[str, Any], test: Sequence[int] | None) -> str:
     return ""
 
 
-def _untrue_tasks(fields: Mapping[str, Any], tasks: int) -> str:
+def _false_tasks(fields: Mapping[str, Any], tasks: int) -> str:
     numbers = fields.get("site_by_task", ())
     if tasks == 0 or len(numbers) in (0, tasks):
         return ""
     return f"its report 'site_by_task' has {len(numbers)} numbers for {tasks} tasks"
 
 
-def _untrue_counts(name: str, fields: Mapping[str, Any], existing: Sequence[int] | None) -> str:
+def _false_counts(name: str, fields: Mapping[str, Any], existing: Sequence[int] | None) -> str:
     """The reason if a table of predictions by class counts more examples than exist; else empty."""
     table = fields.get(name)
     if existing is None or not isinstance(table, Mapping):

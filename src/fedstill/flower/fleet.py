@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 # names of Flower, which a test watches.
 
 
-BRIEFLY = 0.2
+FETCH_SECONDS = 0.2
 """The maximum time to wait for replies that are being fetched, in seconds."""
 
-LATEST = 3.0
+LONGEST_PAUSE = 3.0
 """The maximum time between two requests for a missing part of a reply, in seconds."""
 
-AROUND = 2 << 20
+REPLY_OVERHEAD = 2 << 20
 """The allowance for a reply besides its arrays, in bytes: its header and Flower's encoding."""
 
 MAX_INTRODUCTION = 1 << 16
@@ -55,7 +55,7 @@ MAX_PARTS = 100_000
 
 
 @dataclass(frozen=True)
-class Arrived:
+class FetchedReply:
     """A reply, or the reason why it is missing.
 
     ``may_retry``: whether the request may be sent again.
@@ -67,14 +67,14 @@ class Arrived:
 
 
 @dataclass
-class Arrivals:
+class ReplyFetcher:
     """The incoming replies of a grid. Each reply has its own size limit."""
 
     grid: Grid
     # by the id of the message that is answered
     _fetched: dict[str, _Fetch] = field(default_factory=dict)
 
-    def pull(self, limits: Mapping[str, int]) -> dict[str, Arrived]:
+    def pull(self, limits: Mapping[str, int]) -> dict[str, FetchedReply]:
         """The available replies, or the reasons why they are missing, by the id of the request.
 
         ``limits``: the maximum size of each reply's arrays in bytes, by the id of the request.
@@ -85,10 +85,12 @@ class Arrivals:
         # without a server in between, replies are complete
         if getattr(type(self.grid), "_runtime_client", None) is None:
             messages = self.grid.pull_messages(ids)
-            return {message.metadata.reply_to_message_id: Arrived(message) for message in messages}
+            return {
+                message.metadata.reply_to_message_id: FetchedReply(message) for message in messages
+            }
         self._start({id: most for id, most in limits.items() if id not in self._fetched})
         fetched = {id: self._fetched[id] for id in ids if id in self._fetched}
-        wait([fetch.future for fetch in fetched.values()], BRIEFLY)
+        wait([fetch.future for fetch in fetched.values()], FETCH_SECONDS)
         ready = [id for id, fetch in fetched.items() if fetch.future.done()]
         return {id: self._fetched.pop(id).future.result() for id in ready}
 
@@ -125,17 +127,17 @@ class _Fetch:
     tree: Any
     max_bytes: int
     stop: threading.Event = field(default_factory=threading.Event)
-    future: Future[Arrived] = field(default_factory=Future)
+    future: Future[FetchedReply] = field(default_factory=Future)
 
     def __call__(self) -> None:
         try:
             self.future.set_result(self._fetch())
         except _Lost as error:
-            self.future.set_result(Arrived(None, str(error), may_retry=True))
+            self.future.set_result(FetchedReply(None, str(error), may_retry=True))
         except BaseException as error:  # an unreadable reply is only a failure of its client
-            self.future.set_result(Arrived(None, _problem(error)))
+            self.future.set_result(FetchedReply(None, _problem(error)))
 
-    def _fetch(self) -> Arrived:
+    def _fetch(self) -> FetchedReply:
         from flwr.app import Message
         from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
         from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
@@ -154,7 +156,7 @@ class _Fetch:
         message = inflate_object_from_contents(self.root, parts)
         if not isinstance(message, Message):
             raise BadPayload("it is no message")
-        return Arrived(message)
+        return FetchedReply(message)
 
     def _parts(self, client: Any, run: int) -> dict[str, bytes]:
         ids = list(dict.fromkeys(_ids(self.tree)))
@@ -173,7 +175,7 @@ class _Fetch:
         from httpx import HTTPError
 
         request = PullObjectRequest(node=self.grid.node, run_id=run, object_id=id)
-        pause = SOONEST
+        pause = SHORTEST_PAUSE
         while not self.stop.is_set():
             try:
                 answer = client.PullObject(request)
@@ -185,12 +187,12 @@ class _Fetch:
                 content: bytes = answer.object_content
                 return content
             self.stop.wait(pause)
-            pause = min(2 * pause, LATEST)
+            pause = min(2 * pause, LONGEST_PAUSE)
         raise _Lost("nobody waits for the reply")
 
     def _check_size(self, size: int) -> None:
         """Raise BadPayload for a reply above the limit."""
-        if size > self.max_bytes + AROUND:
+        if size > self.max_bytes + REPLY_OVERHEAD:
             raise BadPayload(
                 f"the message has {size} bytes or more, over the limit of {self.max_bytes}"
             )
@@ -298,10 +300,10 @@ class Fleet:
     _began: float = field(default=0.0, init=False)  # the stage
     _looked_at: float = field(default=float("-inf"), init=False)  # the list of members
     _asked: dict[str, int] = field(default_factory=dict)  # message id -> node asked for its client
-    _arrivals: Arrivals = field(init=False, repr=False)
+    _fetcher: ReplyFetcher = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._arrivals = Arrivals(self.grid)
+        self._fetcher = ReplyFetcher(self.grid)
 
     def ask(self, requests: Sequence[Request]) -> list[SiteReply]:
         """One answer for each request, in order; a missing reply becomes a failed answer."""
@@ -323,7 +325,7 @@ class Fleet:
             self.clock.sleep(max(0.0, min(pace.wait(self.patience.poll), remaining)))
 
         for call in calls.values():
-            self._arrivals.drop(call.messages)
+            self._fetcher.drop(call.messages)
         return [
             call.answer or _failed(call.request, self._silence(call)) for call in calls.values()
         ]
@@ -376,7 +378,7 @@ class Fleet:
     def _read_introductions(self) -> None:
         """Store the clients of the nodes that have answered."""
         limits = dict.fromkeys(self._asked, MAX_INTRODUCTION)
-        for id, arrived in self._arrivals.pull(limits).items():
+        for id, arrived in self._fetcher.pull(limits).items():
             node = self._asked.pop(id)
             message = arrived.message
             if message is None or not message.has_content():
@@ -430,7 +432,7 @@ class Fleet:
     def _collect(self, calls: dict[int, _Call]) -> None:
         under_way = {m: c for c in calls.values() for m in c.messages if c.answer is None}
         limits = {id: self._limit(call.request) for id, call in under_way.items()}
-        replies = self._arrivals.pull(limits)
+        replies = self._fetcher.pull(limits)
         while replies:
             # Replies are removed one by one, because all encoded and decoded replies together may
             # not fit into memory.
@@ -500,10 +502,10 @@ def _failed(request: Request, reason: str) -> SiteReply:
 # Waiting times between requests of a program
 
 
-SOONEST = 0.05
+SHORTEST_PAUSE = 0.05
 """The time between two requests while there is work, in seconds."""
 
-SHARE = 0.02
+PAUSE_SHARE = 0.02
 """The waiting time as a share of the time since there was work."""
 
 
@@ -524,4 +526,4 @@ class Pace:
 
     def wait(self, most: float) -> float:
         """The seconds until the next request, at most ``most``."""
-        return min(most, max(SOONEST, SHARE * (self.clock() - self.busy)))
+        return min(most, max(SHORTEST_PAUSE, PAUSE_SHARE * (self.clock() - self.busy)))

@@ -32,11 +32,11 @@ from fedstill.engines.serial import Version
 from fedstill.flower import QUIET
 from fedstill.flower.deployment.control import Control, NoAnswer, when_it_listens
 from fedstill.flower.deployment.folder import Federation, load_federation
-from fedstill.flower.engine import FlowerEngine, LoopbackGrid, Truth
+from fedstill.flower.engine import FlowerEngine, KnownCounts, LoopbackGrid
 from fedstill.flower.facts import Facts
 from fedstill.flower.fleet import Clock, Fleet, Patience
 from fedstill.flower.messages import WHOAMI, Request, require_flower
-from fedstill.flower.site import Clerk, Desk, Does, client_app
+from fedstill.flower.site import AnswerFunction, ClientFiles, StageExecutor, client_app
 from fedstill.flower.site_data import Ready
 from fedstill.flower.site_settings import Site, code_in, files_in
 from fedstill.running import journal as journals
@@ -173,7 +173,7 @@ class FlowerRuns:
             facts=_facts(prepared),
             start=_start(prepared),
             measures=prepared.client_measures(site=True),
-            truth=truth_of(prepared),
+            known_counts=known_counts_of(prepared),
         )
 
     def informed(self, engine: RunEngine, prepared: Prepared) -> FlowerEngine:
@@ -184,7 +184,7 @@ class FlowerRuns:
             engine,
             server_engine=server_engine,
             facts=_facts(prepared),
-            truth=truth_of(prepared),
+            known_counts=known_counts_of(prepared),
         )
 
     def submit(self, settings: Settings, folder: Path, resume: bool, watch: Progress) -> Result:
@@ -208,18 +208,18 @@ class FlowerRuns:
 
         Raises ConfigError if the state is at the client's site, or no longer exists.
         """
-        desk = Desk(folder / "sites", name_for_clients(folder), client)
-        if not desk.place.is_dir():
+        files = ClientFiles(folder / "sites", name_for_clients(folder), client)
+        if not files.place.is_dir():
             raise ConfigError(
                 f"the model of client {client} is stored at its site, not on this machine"
             )
         name, _ = version
-        if not (desk.place / name).is_file():
+        if not (files.place / name).is_file():
             raise ConfigError(
                 f"the model of client {client} no longer exists at its site: the run was started "
                 "with a version that only kept the models of the last stages"
             )
-        return desk.remembered(version)
+        return files.client_state(version)
 
 
 def _follow(control: Control, run: int, rounds: int, folder: Path, watch: Progress) -> Result:
@@ -345,7 +345,7 @@ def _most_bytes(group: Group) -> int:
     return BYTES_AROUND_TENSOR
 
 
-def truth_of(prepared: Prepared) -> Callable[[int, int], Truth]:
+def known_counts_of(prepared: Prepared) -> Callable[[int, int], KnownCounts]:
     """The server's knowledge of each client's data in each round: everything in a simulation, and
     nothing for real sites.
     """
@@ -354,11 +354,13 @@ def truth_of(prepared: Prepared) -> Callable[[int, int], Truth]:
     if prepared.settings.on_sites:
         may_be_idle = prepared.settings.sites_have_tasks
         tasks = prepared.world.stream.tasks
-        return lambda client, round: Truth(tasks=tasks, may_be_idle=may_be_idle)
+        return lambda client, round: KnownCounts(tasks=tasks, may_be_idle=may_be_idle)
 
     test = _counts_by_class(sites.common_test, classes)
     public = _counts_by_class(sites.public, classes)
-    return lambda client, round: Truth(sites.label_counts(client, round).tolist(), test, public)
+    return lambda client, round: KnownCounts(
+        sites.label_counts(client, round).tolist(), test, public
+    )
 
 
 def _counts_by_class(examples: Examples | None, classes: int) -> list[int] | None:
@@ -406,12 +408,12 @@ def _app_of_clients(
     imports = tuple(code_in(settings.tree))
     files = tuple(files_in(settings.tree))
 
-    def clerk_of(context: Any) -> tuple[int, Does]:
+    def executor_of(context: Any) -> tuple[int, AnswerFunction]:
         client = int(context.node_config["partition-id"])
         site = Site(client, folder, imports=imports, files=files)
-        return client, Clerk(site, data(), ready(), shows_reasons=True)
+        return client, StageExecutor(site, data(), ready(), shows_reasons=True)
 
-    return client_app(clerk_of, settings.flower.max_mb << 20, shows_reasons=True)
+    return client_app(executor_of, settings.flower.max_mb << 20, shows_reasons=True)
 
 
 # Ray's workers. Flower sends the app to a worker with every message, so the app finds by functions

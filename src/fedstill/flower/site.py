@@ -80,7 +80,7 @@ log = logging.getLogger("fedstill.site")
 
 
 @dataclass
-class Clerk:
+class StageExecutor:
     """Executes stages for a site: it checks a request, prepares the run, and does the work if the
     guards permit it.
 
@@ -129,37 +129,37 @@ class Clerk:
             self._refusals.check(request)
         ready = self._ready(request)
 
-        desk = self._desk(request)
-        make_folder(desk.place)
-        with FileLock(desk.place / ".lock"):
-            desk.note_facts(request.facts)
+        files = self._files(request)
+        make_folder(files.place)
+        with FileLock(files.place / ".lock"):
+            files.note_facts(request.facts)
             if ready.prepared is not None:
-                desk.keep_start(request)
+                files.store_start(request)
             if ready.tasks is not None:
-                ready.tasks.note(desk.place)
+                ready.tasks.note(files.place)
             prepared = ready.works(request.stage.name)
             if prepared is None:
                 stage = request.stage
                 return SiteReply(request.client, stage.round, stage.index, idle=True)
-            visit = Visit(
+            processing = RequestProcessing(
                 prepared=prepared,
-                desk=desk,
+                files=files,
                 work=requested_work(prepared, request),
-                guards=site_guards(prepared, self._notebook(desk)),
+                guards=site_guards(prepared, self._notebook(files)),
             )
-            return visit.answer(request)
+            return processing.answer(request)
 
-    def _desk(self, request: Request) -> Desk:
+    def _files(self, request: Request) -> ClientFiles:
         """The client's files for the run of a request."""
         is_secret = bool(self.site.data)
-        return Desk(self.site.memory, request.run, request.client, is_secret)
+        return ClientFiles(self.site.memory, request.run, request.client, is_secret)
 
-    def _notebook(self, desk: Desk) -> SiteNotebook:
+    def _notebook(self, files: ClientFiles) -> SiteNotebook:
         """The storage of the guards' notes about a run."""
         return SiteNotebook(
-            folder=desk.place,
+            folder=files.place,
             memory=self.site.memory,
-            run=desk.run,
+            run=files.run,
             repeat_sums=self.site.repeat_sums,
         )
 
@@ -245,7 +245,7 @@ class Clerk:
         facts.check_start(settings)
         start: Tensors = {}
         if facts.start:
-            start = self._desk(request).start_model(request)
+            start = self._files(request).start_model(request)
         if not settings.on_sites:
             if site.data:
                 raise Refused(
@@ -294,14 +294,14 @@ def _check_accepted(site: Site, request: Request) -> None:
 
 
 @dataclass
-class Visit:
+class RequestProcessing:
     """The processing of one request: the guards' checks, the work and the answer.
 
     ``memory``: the version of the client state after the work; None if there is no state.
     """
 
     prepared: Prepared
-    desk: Desk
+    files: ClientFiles
     work: ClientWork
     guards: Sequence[SiteGuard]
     memory: Version | None = None
@@ -322,7 +322,7 @@ class Visit:
 
     def _reply(self, request: Request) -> Reply:
         """The stored reply to the same request, or a new reply."""
-        answer = self.desk.kept(request)
+        answer = self.files.stored_answer(request)
         if answer is None:
             answer = self._new_answer(request)
         self.memory = answer.memory
@@ -340,7 +340,7 @@ class Visit:
             guard.admit(request, self.work)
 
         client = request.client
-        memory = Memory({client: self.desk.remembered(request.memory)})
+        memory = Memory({client: self.files.client_state(request.memory)})
         engine = self.prepared.engine(memory, site=True)
         seed = self.prepared.settings.seed
         for guard in self.guards:
@@ -352,7 +352,7 @@ class Visit:
 
         for guard in self.guards:
             guard.check(request, self.work, reply)
-        return self.desk.keep(request, answer, memory.held(client))
+        return self.files.store_answer(request, answer, memory.held(client))
 
 
 def requested_work(prepared: Prepared, request: Request) -> ClientWork:
@@ -517,7 +517,7 @@ KEPT = 2
 
 
 @dataclass(frozen=True)
-class Desk:
+class ClientFiles:
     """The files of one client in one run: ``FOLDER/RUN/clientN/``.
 
     For each executed stage, there is the client state ``clientN-roundR-stageS.safetensors`` (if
@@ -580,14 +580,14 @@ class Desk:
         _check_start(model, request)
         return model
 
-    def keep_start(self, request: Request) -> None:
+    def store_start(self, request: Request) -> None:
         """Store the model that the run starts from, if the request contains it."""
         if request.start:
             _check_start(request.start, request)
             parts = encoded_parts(Payload({START: request.start}))
             write_secret(self.place / START_MODEL, parts)
 
-    def remembered(self, version: Version | None) -> Payload:
+    def client_state(self, version: Version | None) -> Payload:
         """A version of the client state; raises CorruptFile if its file is missing or damaged."""
         if version is None:
             return NOTHING
@@ -615,9 +615,9 @@ class Desk:
             code.update(part)
         return code.hexdigest()
 
-    def kept(self, request: Request) -> SiteReply | None:
+    def stored_answer(self, request: Request) -> SiteReply | None:
         """The stored answer to the same request; None if it is missing or damaged."""
-        path = self.place / _reply(request.stage)
+        path = self.place / _reply_name(request.stage)
         try:
             stored = decode(read_file(path), entries=MAX_LOCAL_ENTRIES)
             note = json.loads(str(stored["note"]))
@@ -629,12 +629,12 @@ class Desk:
                 if name.startswith(_GROUP)
             }
             answer = SiteReply.of(str(note["answer"]), Payload(groups))
-            self.remembered(answer.memory)
+            self.client_state(answer.memory)
         except (OSError, FedstillError, ValueError, KeyError, TypeError):
             return None
         return answer
 
-    def keep(self, request: Request, answer: SiteReply, client_state: Payload) -> SiteReply:
+    def store_answer(self, request: Request, answer: SiteReply, client_state: Payload) -> SiteReply:
         """Write the client state and then the reply, and delete old files.
 
         Returns the answer with the version of the state.
@@ -643,13 +643,13 @@ class Desk:
         sweep(self.place)
         if client_state:
             parts = encoded_parts(client_state)
-            name = _memory(self.client, request.stage)
+            name = _state_name(self.client, request.stage)
             write_secret(self.place / name, parts)
             answer = replace(answer, memory=(name, self._identifier(*parts)))
         note = json.dumps({"request": request.digest(), "answer": answer.header()})
         groups = {_GROUP + name: group for name, group in answer.content.items()}
         stored = Payload({"note": note, **groups})
-        write_secret(self.place / _reply(request.stage), encoded_parts(stored))
+        write_secret(self.place / _reply_name(request.stage), encoded_parts(stored))
         self._delete_old(request)
         return answer
 
@@ -658,7 +658,7 @@ class Desk:
         replies = sorted(self.place.glob("*.reply"))
         latest = {path.stem for path in replies[-KEPT:]}
         # A server that resumed from an earlier checkpoint requests an older stage.
-        latest.add(_named(request.stage))
+        latest.add(_stage_name(request.stage))
 
         named = set(request.named)
         if request.memory is not None:
@@ -694,15 +694,15 @@ def prune_states(folder: Path, days: int) -> None:
                 remove(path)
 
 
-def _named(stage: Stage) -> str:
+def _stage_name(stage: Stage) -> str:
     return f"{stage.round:07d}-{stage.index:07d}"
 
 
-def _reply(stage: Stage) -> str:
-    return f"{_named(stage)}.reply"
+def _reply_name(stage: Stage) -> str:
+    return f"{_stage_name(stage)}.reply"
 
 
-def _memory(client: int, stage: Stage) -> str:
+def _state_name(client: int, stage: Stage) -> str:
     return f"client{client}-round{stage.round}-stage{stage.index}.safetensors"
 
 
@@ -721,14 +721,17 @@ MOST_OF_A_REQUEST = 1 << 20
 """The maximum number of groups and tensors in a request, which may contain the models of all peers.
 """
 
-Does = Callable[[Request], SiteReply]
+AnswerFunction = Callable[[Request], SiteReply]
 """Executes a stage for one client; refusals and failures are answers, too."""
 
 
 def client_app(
-    clerk_of: Callable[[Context], tuple[int, Does]], max_bytes: int, *, shows_reasons: bool = False
+    executor_of: Callable[[Context], tuple[int, AnswerFunction]],
+    max_bytes: int,
+    *,
+    shows_reasons: bool = False,
 ) -> ClientApp:
-    """The app of a node; ``clerk_of`` returns the number of the node's client and its clerk.
+    """The app of a node; ``executor_of`` returns the number of the node's client and its executor.
 
     ``shows_reasons``: whether an error reply contains the text of the error, as in a simulation.
     """
@@ -751,16 +754,16 @@ def client_app(
     @app.train(STAGE.partition(".")[2])  # type: ignore[untyped-decorator]
     def stage(message: Message, context: Context) -> Message:
         def answer() -> RecordDict:
-            _, clerk = clerk_of(context)
+            _, executor = executor_of(context)
             request = Request.of(*header_and_payload(message.content, max_bytes, MOST_OF_A_REQUEST))
-            return answer_content(clerk(request))
+            return answer_content(executor(request))
 
         return answered(message, answer)
 
     @app.query(WHOAMI.partition(".")[2])  # type: ignore[untyped-decorator]
     def whoami(message: Message, context: Context) -> Message:
         def answer() -> RecordDict:
-            client, _ = clerk_of(context)
+            client, _ = executor_of(context)
             return RecordDict({"whoami": ConfigRecord({"client": client})})
 
         return answered(message, answer)

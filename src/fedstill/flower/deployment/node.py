@@ -55,7 +55,7 @@ DECLARED_SECONDS = 30.0
 considers a site offline after twice the announced interval.
 """
 
-SOONEST, LATEST = 0.05, 3.0
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 3.0
 """The time between two requests for a message, in seconds, if the server does not hold them."""
 
 HELD_SECONDS = 1.0
@@ -152,7 +152,7 @@ class Server:
     node: Any = None
     _was_connected: bool = False
     _reason: str = ""
-    _pause: float = SOONEST
+    _pause: float = SHORTEST_PAUSE
     _apps: dict[int, tuple[bytes, bool]] = field(default_factory=dict, repr=False)
     _end: threading.Event = field(default_factory=threading.Event, repr=False)
 
@@ -228,11 +228,11 @@ class Server:
             ) from error
         if not answer.messages_list:
             if self.clock() - began > HELD_SECONDS:
-                self._pause = SOONEST
+                self._pause = SHORTEST_PAUSE
             self.sleep(self._pause)
-            self._pause = min(2 * self._pause, LATEST)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
             return None
-        self._pause = SOONEST
+        self._pause = SHORTEST_PAUSE
         try:
             return self._fetched(answer.messages_list[0], answer.message_object_trees[0])
         except _Dropped as error:
@@ -307,7 +307,7 @@ class Server:
         size = 0
         for id in dict.fromkeys(part.object_id for part in iterate_object_tree(tree)):
             request = PullObjectRequest(node=self.node, run_id=run, object_id=id)
-            pause = SOONEST
+            pause = SHORTEST_PAUSE
             while True:
                 answer = self._ask(self.client.PullObject, request)
                 if not answer.object_found:
@@ -315,7 +315,7 @@ class Server:
                 if answer.object_available:
                     break
                 self.sleep(pause)
-                pause = min(2 * pause, LATEST)
+                pause = min(2 * pause, LONGEST_PAUSE)
             parts[id] = answer.object_content
             size += len(answer.object_content)
             if size > MAX_REQUEST_BYTES:
