@@ -251,13 +251,13 @@ class MutationGuard:
 
 
 def _changed_in_place(name: str, function: Callable[..., Any], client: int | None) -> str:
-    place = ""
+    owner = ""
     if client == SERVER:
-        place = " at the server"
+        owner = " at the server"
     elif client is not None:
-        place = f" at client {client}"
+        owner = f" at client {client}"
     message = (
-        f"{function.__qualname__} changes {name}{place}, which is shared: create a new tensor (x + "
+        f"{function.__qualname__} changes {name}{owner}, which is shared: create a new tensor (x + "
         "1 instead of x.add_(1)), or change x.clone()"
     )
     line = users_definition(function)

@@ -116,7 +116,7 @@ class _Screening:
     payloads: Mapping[int, Payload]
     rules: Rules
     expected: Callable[[int], Payload]
-    untrue: Callable[[Reply], str]
+    refusal: Callable[[Reply], str]
     accepted: dict[int, Reply] = field(default_factory=dict)
     sent_norms: dict[int, float] = field(default_factory=dict)
     """The norms of the groups that clients received, by the object's id. Most clients share these
@@ -130,7 +130,7 @@ class _Screening:
         reason = (
             _outcome(self._envelope, reply)
             or _outcome(_claim, reply, self.rules.max_examples)
-            or _outcome(self.untrue, reply)
+            or _outcome(self.refusal, reply)
         )
         if reason:
             return _refusal(reply, "strange", reason)

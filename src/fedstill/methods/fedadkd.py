@@ -289,6 +289,6 @@ def adaptive_weights(gini: TensorLike, delta: float) -> Tensor:
         raise ConfigError(f"delta = {delta!r} must be > 0; it spreads the weights of the cohort")
     spread = torch.log1p(delta * as_floats(gini))
     total = spread.sum()
-    some = total > 0
-    shares = spread / torch.where(some, total, torch.ones_like(total))
-    return torch.where(some, len(spread) * shares, torch.ones_like(spread))
+    is_positive = total > 0
+    shares = spread / torch.where(is_positive, total, torch.ones_like(total))
+    return torch.where(is_positive, len(spread) * shares, torch.ones_like(spread))

@@ -99,10 +99,10 @@ def worst_forgetting(matrix: TensorLike, tasks: Tasks = None) -> tuple[float, in
     >>> worst_forgetting([[70, None, None], [80, 40, None], [60, 50, 90]])
     (20.0, 0)
     """
-    lost = forgetting_by_column(matrix, tasks)
-    if not np.isfinite(lost).any():
+    losses = forgetting_by_column(matrix, tasks)
+    if not np.isfinite(losses).any():
         return float("nan"), None
-    return float(np.nanmax(lost)), int(np.nanargmax(lost))
+    return float(np.nanmax(losses)), int(np.nanargmax(losses))
 
 
 def backward_transfer(matrix: TensorLike, tasks: Tasks = None) -> float:
@@ -343,10 +343,10 @@ def _square(matrix: TensorLike) -> Values:
     return accuracy[:, : len(accuracy)]
 
 
-def _earlier_mean(lost: Values) -> float:
-    if len(lost) < 2:
+def _earlier_mean(losses: Values) -> float:
+    if len(losses) < 2:
         return float("nan")
-    return float(np.mean(lost[:-1]))
+    return float(np.mean(losses[:-1]))
 
 
 @dataclass(frozen=True)
