@@ -72,29 +72,9 @@ def _from_zenodo(name: str) -> str:
 
 
 _DIGITS = tuple("0123456789")
-_CIFAR10_CLASSES = (
-    "airplane",
-    "automobile",
-    "bird",
-    "cat",
-    "deer",
-    "dog",
-    "frog",
-    "horse",
-    "ship",
-    "truck",
-)
+_CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck"
 _FASHION_MNIST_CLASSES = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
+    "T-shirt/top, Trouser, Pullover, Dress, Coat, Sandal, Shirt, Sneaker, Bag, Ankle boot"
 )
 _BLOODMNIST_CLASSES = (
     "basophil",
@@ -107,34 +87,11 @@ _BLOODMNIST_CLASSES = (
     "platelet",
 )
 _PATHMNIST_CLASSES = (
-    "adipose",
-    "background",
-    "debris",
-    "lymphocytes",
-    "mucus",
-    "smooth muscle",
-    "normal colon mucosa",
-    "cancer-associated stroma",
-    "colorectal adenocarcinoma epithelium",
+    "adipose, background, debris, lymphocytes, mucus, smooth muscle, normal colon mucosa, "
+    "cancer-associated stroma, colorectal adenocarcinoma epithelium"
 )
-_PBC_BLOOD28_CLASSES = (
-    "basophil",
-    "eosinophil",
-    "erythroblast",
-    "ig",
-    "lymphocyte",
-    "monocyte",
-    "neutrophil",
-    "platelet",
-)
-_HAR_CLASSES = (
-    "WALKING",
-    "WALKING_UPSTAIRS",
-    "WALKING_DOWNSTAIRS",
-    "SITTING",
-    "STANDING",
-    "LAYING",
-)
+_PBC_BLOOD28_CLASSES = "basophil eosinophil erythroblast ig lymphocyte monocyte neutrophil platelet"
+_HAR_CLASSES = "WALKING WALKING_UPSTAIRS WALKING_DOWNSTAIRS SITTING STANDING LAYING"
 _HAM10000_CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
 _CIFAR100_CLASSES = """
     apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus
@@ -172,7 +129,7 @@ MNIST = KnownData(
 )
 FASHION_MNIST = KnownData(
     name="fashion-mnist",
-    classes=_FASHION_MNIST_CLASSES,
+    classes=tuple(_FASHION_MNIST_CLASSES.split(", ")),
     shape=(1, 28, 28),
     mean=(0.2860,),
     std=(0.3530,),
@@ -185,7 +142,7 @@ FASHION_MNIST = KnownData(
 )
 CIFAR10 = KnownData(
     name="cifar10",
-    classes=_CIFAR10_CLASSES,
+    classes=tuple(_CIFAR10_CLASSES.split()),
     shape=(3, 32, 32),
     mean=(0.49139968, 0.48215827, 0.44653124),
     std=(0.24703233, 0.24348505, 0.26158768),
@@ -206,7 +163,7 @@ CIFAR100 = KnownData(
 )
 CINIC10 = KnownData(
     name="cinic10",
-    classes=_CIFAR10_CLASSES,
+    classes=tuple(_CIFAR10_CLASSES.split()),
     shape=(3, 32, 32),
     mean=(0.47889522, 0.47227842, 0.43047404),
     std=(0.24205776, 0.23828046, 0.25874835),
@@ -236,7 +193,7 @@ BLOODMNIST = KnownData(
 )
 PATHMNIST = KnownData(
     name="pathmnist",
-    classes=_PATHMNIST_CLASSES,
+    classes=tuple(_PATHMNIST_CLASSES.split(", ")),
     shape=(3, 28, 28),
     mean=half(3),
     std=half(3),
@@ -257,7 +214,7 @@ CIFAR100_SMALL = KnownData(
 )
 PBC_BLOOD28 = KnownData(
     name="pbc_blood28",
-    classes=_PBC_BLOOD28_CLASSES,
+    classes=tuple(_PBC_BLOOD28_CLASSES.split()),
     shape=(3, 28, 28),
     mean=half(3),
     std=half(3),
@@ -288,14 +245,14 @@ HEART_DISEASE = KnownData(
 )
 HAR = KnownData(
     name="har",
-    classes=_HAR_CLASSES,
+    classes=tuple(_HAR_CLASSES.split()),
     shape=(561,),
     options=ReadingOptions(kind="vector", input="features"),
     digests=CHECKSUMS["har"],
 )
 HAR_SIGNALS = KnownData(
     name="har_signals",
-    classes=_HAR_CLASSES,
+    classes=tuple(_HAR_CLASSES.split()),
     shape=(9, 128),
     options=ReadingOptions(kind="series", input="signals"),
     digests=CHECKSUMS["har_signals"],
