@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from fedstill.core.errors import ConfigError, DataError
-from fedstill.data import encoding
-from fedstill.data.encoding import token_ids
+from fedstill.data import tokens
+from fedstill.data.tokens import token_ids
 
 TEXTS = ["The cat sat on the mat.", "", "Ünïcode, 42 — déjà vu!", "   \t\n", "a"]
 
@@ -277,8 +277,8 @@ def test_an_expression_of_a_tokenizers_file_cannot_take_forever(
 ) -> None:
     """The second would take days for this text."""
     pytest.importorskip("tokenizers")
-    monkeypatch.setattr(encoding, "MOST_SECONDS", 0.02)
-    monkeypatch.setattr(encoding, "SECONDS_PER_CHARACTER", 1e-5)
+    monkeypatch.setattr(tokens, "MOST_SECONDS", 0.02)
+    monkeypatch.setattr(tokens, "SECONDS_PER_CHARACTER", 1e-5)
     expression, text = SLOW[attack]
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(splitting(expression)))

@@ -19,9 +19,9 @@ from filelock import FileLock
 import toys
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ConfigError
+from fedstill.core.files import cache_folder
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Examples, Payload, Reply, Stage, View
-from fedstill.data.cache import cache_folder, reuse_bytes
 from fedstill.data.inputs import Inputs
 from fedstill.engines import serial
 from fedstill.engines.clients import TrainingSetup
@@ -30,6 +30,7 @@ from fedstill.engines.passes import ModelPasses
 from fedstill.engines.reply_cache import LOCK_DIGITS, ReplyInputs, StoredReplies, key_of
 from fedstill.models import contract
 from fedstill.running.journal import read_journal, without_times
+from fedstill.running.preparation import reuse_bytes
 from fedstill.running.runner import run
 
 pytestmark = pytest.mark.usefixtures("with_threads")

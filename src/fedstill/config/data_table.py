@@ -17,8 +17,9 @@ from fedstill.core.errors import on_one_line
 from fedstill.core.fields import nfc, value_text
 from fedstill.core.files import check_windows_path
 from fedstill.data.dataset import DEFAULT_TEXT_LENGTH, PLURALS, DatasetInfo, Kind, ReadingOptions
-from fedstill.data.encoding import BYTES, TableInputs, category_name
+from fedstill.data.encoding import TableInputs, category_name
 from fedstill.data.sources.folders import likely_kind, local_folder
+from fedstill.data.tokens import BYTES
 
 # Paths and names of data sets: relative to the config's folder in a config, absolute in a run's
 # config.toml.

@@ -368,6 +368,28 @@ def named_path(path: Path | str) -> Path:
         raise ConfigError(f"the home folder of {path} is unknown; give the full path") from error
 
 
+CACHE = "FEDSTILL_CACHE"
+"""The environment variable that names the cache folder."""
+
+
+def cache_folder() -> Path:
+    """The folder of decoded data, slow partitions, features of a backbone and replies of clients:
+    ``FEDSTILL_CACHE``, or the user's cache folder.
+
+    It may not exist yet, and it can be deleted at any time. If it is not writable, nothing is
+    cached. Raises ConfigError if ``FEDSTILL_CACHE`` names a file.
+    """
+    from platformdirs import user_cache_dir  # lazy, because most commands need no cache
+
+    folder = Path(os.environ.get(CACHE) or user_cache_dir("fedstill"))
+    with contextlib.suppress(PermissionError):
+        if folder.is_file():
+            raise ConfigError(
+                f"{CACHE} = {str(folder)!r} is a file; name a folder, which need not exist"
+            )
+    return folder
+
+
 WINDOWS_PATH = re.compile(r"([A-Za-z]):([\\/\b\f\n\r\t].*)", re.DOTALL)
 """An absolute Windows path. In TOML's double quotes, the "\\n" of "C:\\new" is a newline."""
 

@@ -18,8 +18,9 @@ from fedstill.core.errors import ConfigError, DataError, on_one_line
 from fedstill.core.fields import kind_text
 from fedstill.core.process_settings import process_settings
 from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, DatasetInfo
-from fedstill.data.encoding import MARK_SUFFIX, category_name, table_rows, token_ids, with_marks
+from fedstill.data.encoding import MARK_SUFFIX, category_name, table_rows, with_marks
 from fedstill.data.sources.tables import with_missing
+from fedstill.data.tokens import token_ids
 from fedstill.models.functional import channels_last
 from fedstill.models.predictors import module_of
 from fedstill.running.standardisation import NO_SPREAD

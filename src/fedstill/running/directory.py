@@ -32,6 +32,7 @@ from filelock import FileLock, Timeout
 from fedstill.core.errors import ConfigError, CorruptFile, DiskFull, NoRun, RunBusy, RunExists
 from fedstill.core.files import (
     RUN_TABLE,
+    cache_folder,
     create_file,
     in_shell,
     is_leftover,
@@ -45,7 +46,6 @@ from fedstill.core.files import (
 )
 from fedstill.core.registry import LIVE, short_name
 from fedstill.core.user_modules import code_named_by, trust_code_of
-from fedstill.data.cache import cache_folder
 from fedstill.running.split_file import SPLIT
 
 if TYPE_CHECKING:

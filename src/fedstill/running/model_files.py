@@ -31,10 +31,16 @@ from fedstill.core.errors import (
     Refused,
     on_one_line,
 )
-from fedstill.core.files import digest, open_to_read, read_file, replaced_file, write_whole
+from fedstill.core.files import (
+    cache_folder,
+    digest,
+    open_to_read,
+    read_file,
+    replaced_file,
+    write_whole,
+)
 from fedstill.core.records import Examples, ModelSpec, Tensors, matches
 from fedstill.core.user_modules import code_named_by, trust_content
-from fedstill.data.cache import cache_folder
 from fedstill.data.dataset import Dataset, DatasetInfo, examples_digest
 from fedstill.data.inputs import Inputs
 from fedstill.engines.hardware import side_by_side, workers

@@ -8,6 +8,8 @@ file.
 from __future__ import annotations
 
 import logging
+import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -24,6 +26,7 @@ from fedstill.config.tables import DataTable
 from fedstill.continual.task_test import HELD_OUT_TEST
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.fields import Share, problem
+from fedstill.core.files import cache_folder
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
@@ -38,7 +41,6 @@ from fedstill.core.records import (
     Tensors,
 )
 from fedstill.core.rounds import run_round
-from fedstill.data.cache import cache_folder, reuse_bytes
 from fedstill.data.dataset import Dataset
 from fedstill.data.inputs import Inputs
 from fedstill.data.sources import load_dataset
@@ -363,6 +365,26 @@ def _noted_sums(settings: Settings, folder: Path) -> Moments | None:
     if mean:
         return Moments(mean, std)
     return None
+
+
+REUSE_GB = "FEDSTILL_REUSE_GB"
+"""The environment variable for the size of the cache of replies, in gigabytes."""
+
+
+def reuse_bytes() -> int:
+    """The maximum size of the cache of replies in bytes: ``FEDSTILL_REUSE_GB``, or 10 GB; 0
+    disables it.
+
+    Raises ConfigError if the variable is not a number of at least 0.
+    """
+    text = os.environ.get(REUSE_GB) or "10"
+    try:
+        gigabytes = float(text)
+    except ValueError:
+        gigabytes = math.nan
+    if not 0 <= gigabytes < math.inf:
+        raise ConfigError(f"{REUSE_GB} = {text!r} must be a number of gigabytes, at least 0")
+    return int(gigabytes * 1e9)
 
 
 def _check_machine(settings: Settings) -> None:

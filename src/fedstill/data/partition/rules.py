@@ -22,10 +22,9 @@ from safetensors.numpy import load_file, save_file
 
 from fedstill.core.errors import ConfigError, DataError, InfeasiblePartition
 from fedstill.core.fields import problem
-from fedstill.core.files import replaced_file
+from fedstill.core.files import cache_folder, replaced_file
 from fedstill.core.registry import register
 from fedstill.core.user_modules import files_of
-from fedstill.data.cache import cache_folder
 from fedstill.data.client_split import ClientSplit, Positions
 
 Labels = NDArray[np.int64]

@@ -27,21 +27,18 @@ from fedstill.data.dataset import (
     shortened_list,
 )
 from fedstill.data.encoding import (
-    Categories,
-    Floats,
+    ListColumn,
     TableInputs,
     category_name,
+    category_names,
     column_of_feature,
     distinct_values,
     first_position_of_column,
     float_values,
-    lost_precision,
     names_in_order,
     null_mask,
     numbers,
-    row_numbers,
     table_rows,
-    token_ids,
     with_marks,
 )
 from fedstill.data.sources.files import SPLITS, BySplit, split_of_name
@@ -59,6 +56,7 @@ from fedstill.data.sources.tables import (
     name_of_files,
 )
 from fedstill.data.sources.verification import RawSplit, checked_label, decoded_with_class_ids
+from fedstill.data.tokens import token_ids
 
 Tables = Mapping[str, pa.Table]
 """The columns to read, by split."""
@@ -225,7 +223,7 @@ def _table_values(source: str, tables: Tables, options: ReadingOptions) -> _Enco
     categorical = dict(options.categorical)
     train = tables.get("train", next(iter(tables.values())))
     categories = {
-        name: Categories.of(source, name, categorical[name], train[name]).values
+        name: category_names(source, name, categorical[name], train[name])
         for name in options.columns
         if name in categorical
     }
@@ -262,7 +260,7 @@ def _list_values(source: str, tables: Tables, options: ReadingOptions) -> _Encod
 
 def _lists(source: str, table: pa.Table, options: ReadingOptions) -> ListColumn:
     depth = {"vector": 1, "series": 2}[options.kind]
-    return ListColumn.of(source, table[options.input], depth, options.length)
+    return ListColumn(source, table[options.input].combine_chunks(), depth, options.length)
 
 
 def _text_values(source: str, tables: Tables, options: ReadingOptions) -> _Encoded:
@@ -544,6 +542,66 @@ def owners_of(
     return Owners(ordered, codes)
 
 
+# Columns that may be read incorrectly. A run warns about them.
+
+
+ROW_NUMBER_NAME = re.compile(
+    r"unnamed: ?\d+|(.*[^a-z])?(id|ids|uuid|idx|index|nr|no)", re.IGNORECASE
+)
+ROW_NUMBER_SUFFIX = re.compile(r".*[a-z](ID|Id|Nr|No)")
+"""Names of columns that probably number rows: id, patient_id, patientID, Unnamed: 0."""
+
+MIN_FLOAT_STEPS = 1024
+"""Columns whose range has fewer steps of float32 than this are checked for values that become
+equal.
+"""
+
+
+def row_numbers(table: pa.Table, columns: Sequence[str]) -> list[str]:
+    """A warning for each integer column that probably numbers rows: by its name, and because all
+    values differ.
+    """
+    warnings = []
+    for name in columns:
+        has_such_name = ROW_NUMBER_NAME.fullmatch(name) or ROW_NUMBER_SUFFIX.fullmatch(name)
+        if not has_such_name or not pa.types.is_integer(table[name].type) or len(table) < 2:
+            continue
+        if pc.count_distinct(table[name], mode="all").as_py() == len(table):
+            warnings.append(
+                f"{name}: all {len(table):,} values differ; if it only numbers the rows, leave it "
+                "out with data.columns"
+            )
+    return warnings
+
+
+def lost_precision(table: pa.Table, columns: Sequence[str]) -> list[str]:
+    """A warning for each column with numbers that become equal as float32, such as times in
+    seconds.
+    """
+    warnings = []
+    for name in columns:
+        arrow_type = table[name].type
+        is_exact = pa.types.is_integer(arrow_type) or pa.types.is_decimal(arrow_type)
+        if not is_exact and not pa.types.is_float64(arrow_type):
+            continue
+        exact = float_values(table[name].cast(pa.float64(), safe=False))
+        exact = exact[np.isfinite(exact)]
+        if not len(exact):
+            continue
+        step = np.finfo(np.float32).eps * np.abs(exact).max()
+        if np.ptp(exact) >= MIN_FLOAT_STEPS * step:
+            continue
+        distinct = len(np.unique(exact))
+        distinct_in_32_bits = len(np.unique(exact.astype(np.float32)))
+        if distinct_in_32_bits < distinct:
+            warnings.append(
+                f"{name}: its {distinct:,} distinct numbers, from {exact.min():.12g} to "
+                f"{exact.max():.12g}, become {distinct_in_32_bits:,} in 32 bits; subtract the "
+                "minimum from all"
+            )
+    return warnings
+
+
 # Checksums of known data sets.
 
 
@@ -589,126 +647,3 @@ def _labels_as_bytes(labels: Sequence[Any]) -> bytes:
 
 def _texts_as_bytes(texts: Sequence[Any]) -> bytes:
     return b"".join(str(text).encode() + b"\0" for text in texts)
-
-
-# A column of lists as an array: vectors, or the channels of series.
-
-
-@dataclass(frozen=True)
-class ListColumn:
-    """A column of lists of numbers (``depth`` 1) or of lists of such lists (``depth`` 2).
-
-    length: the number of values to keep of each innermost list. With 0, all values are kept, and
-    all lists must have the same length. source: the name of the column's file, for messages.
-    """
-
-    source: str
-    array: pa.Array
-    depth: int
-    length: int = 0
-
-    @staticmethod
-    def of(source: str, column: pa.ChunkedArray, depth: int, length: int) -> ListColumn:
-        """The column of a table."""
-        return ListColumn(source, column.combine_chunks(), depth, length)
-
-    def values(self) -> Floats:
-        """(n, D) or (n, channels, L), float32. Long lists are cut; short lists are padded with NaN.
-
-        An example that is null or has a null list is NaN. Raises DataError if this is true of all
-        examples, or if lengths differ.
-        """
-        rows = np.flatnonzero(~self._has_null_list())
-        if not len(rows):
-            raise DataError(
-                f"{self.source}: no example has all its values; add them, or remove the column"
-            )
-        if len(rows) == len(self.array):
-            # Arrow's memory is read-only, so a writable copy is needed.
-            return np.require(self._stacked(self.array, rows), requirements=["W"])
-        complete = self._stacked(self.array.take(pa.array(rows)), rows)
-        values = np.full((len(self.array), *complete.shape[1:]), np.nan, dtype=np.float32)
-        values[rows] = complete
-        return values
-
-    def has_gap(self) -> NDArray[np.bool_]:
-        """A mask (n,) of the examples that lack a list or a number to keep."""
-        has_gap = self._has_null_list()
-        rows = np.arange(len(self.array))
-        array = self.array
-        for level in range(self.depth):
-            is_innermost = level == self.depth - 1
-            if is_innermost and self.length:
-                array = pc.list_slice(array, 0, self.length, return_fixed_size_list=False)
-            rows = np.repeat(rows, _sizes(array))
-            array = array.flatten()
-        has_gap[rows[np.isnan(_floats(array))]] = True
-        return has_gap
-
-    def _has_null_list(self) -> NDArray[np.bool_]:
-        """A mask (n,) of the examples that are null or have a null list."""
-        has_null = np.zeros(len(self.array), dtype=bool)
-        rows = np.arange(len(self.array))
-        array = self.array
-        for level in range(self.depth):
-            has_null[rows[null_mask(array)]] = True
-            if level < self.depth - 1:
-                rows = np.repeat(rows, _sizes(array))
-                array = array.flatten()
-        return has_null
-
-    def _stacked(self, array: pa.Array, rows: NDArray[np.int64]) -> Floats:
-        """The values of examples without null lists. ``rows``: their row numbers, for messages."""
-        shape = [len(array)]
-        for level in range(self.depth):
-            is_innermost = level == self.depth - 1
-            if is_innermost and self.length:
-                # Short lists are filled with nulls.
-                array = pc.list_slice(array, 0, self.length, return_fixed_size_list=True)
-            sizes = _sizes(array)
-            self._check_sizes(sizes, rows, shape, is_innermost=is_innermost)
-            shape.append(int(sizes[0]))
-            array = array.flatten()
-        return _floats(array).reshape(shape)
-
-    def _check_sizes(
-        self,
-        sizes: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        shape: list[int],
-        *,
-        is_innermost: bool,
-    ) -> None:
-        """Raise DataError for an empty list, or one that is not as long as the first."""
-        wrong = np.flatnonzero((sizes != sizes[0]) | (sizes < 1))
-        if not len(wrong):
-            return
-        lists_per_example = max(1, int(np.prod(shape[1:])))
-        example = rows[wrong[0] // lists_per_example]
-        parts = "channels"
-        remedy = "remove it"
-        if is_innermost:
-            parts = "values"
-            remedy = "correct or remove it"
-        if is_innermost and self.depth > 1:
-            remedy = "set data.length to cut or pad all series to one length"
-        raise DataError(
-            f"{self.source}: example {example} has {sizes[wrong[0]]} {parts}, but the first has "
-            f"{sizes[0]}; {remedy}"
-        )
-
-
-def _floats(numbers: pa.Array) -> Floats:
-    if pa.types.is_float32(numbers.type):
-        return float_values(numbers, np.float32)
-    return float_values(numbers.cast(pa.float64())).astype(np.float32)
-
-
-def _sizes(array: Any) -> NDArray[np.int64]:
-    """The length of each list; 0 for null."""
-    if pa.types.is_fixed_size_list(array.type):
-        sizes = np.full(len(array), array.type.list_size, dtype=np.int64)
-    else:
-        sizes = np.diff(np.from_dlpack(array.offsets)).astype(np.int64)
-    sizes[null_mask(array)] = 0
-    return sizes

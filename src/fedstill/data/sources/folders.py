@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 from fedstill.core import registry
 from fedstill.core.errors import DataError
 from fedstill.core.files import named_path
-from fedstill.data.cache import cached
 from fedstill.data.dataset import FILE, Decoded, Kind, ReadingOptions, ReadRequest
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
 from fedstill.data.sources.files import (
@@ -44,7 +43,7 @@ from fedstill.data.sources.tables import (
     name_of_files,
     table_errors,
 )
-from fedstill.data.sources.verification import verified_with_test_split
+from fedstill.data.sources.verification import decoded_once
 
 PARQUET_SUFFIXES = (".parquet",)
 
@@ -78,29 +77,6 @@ def local_folder(name: str, folder: str | Path | None) -> Path | None:
 def is_data_file(path: Path) -> bool:
     """Whether a path is a file that can be a data set on its own."""
     return has_suffix(path, DATA_SUFFIXES) and path.is_file()
-
-
-def decoded_once(
-    name: str,
-    source: Mapping[str, Any],
-    read: Callable[[], Decoded],
-    request: ReadRequest,
-    entry: KnownData | None = None,
-) -> Decoded:
-    """The verified data that ``read`` returns; without a test split, a fifth is held out.
-
-    Later calls return them from the cache. source: the place of the data, and what shows that they
-    have changed. entry: the facts about a known data set.
-    """
-    known = None
-    if entry is not None:
-        known = asdict(entry)
-    key_fields = {**source, "request": asdict(request), "known": known}
-
-    def decode() -> Decoded:
-        return verified_with_test_split(name, read(), request.options, entry, in_place=True)
-
-    return cached(Path(name).stem, key_fields, decode)
 
 
 def _stamp(place: Path, path: Path) -> tuple[str, int, int]:

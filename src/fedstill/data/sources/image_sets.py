@@ -40,6 +40,7 @@ from fedstill.data.sources.files import (
 )
 from fedstill.data.sources.images import (
     IMAGE_SUFFIXES,
+    PICTURE_CHANNELS,
     TWELVE_BITS,
     DecodedImages,
     Pictures,
@@ -56,7 +57,6 @@ from fedstill.data.sources.schema import (
 )
 from fedstill.data.sources.tables import CsvFrame, ImageFrame, LabelledImage
 from fedstill.data.sources.verification import (
-    PICTURE_CHANNELS,
     RawSplit,
     checked_label,
     decoded_with_class_ids,

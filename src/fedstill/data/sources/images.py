@@ -60,6 +60,9 @@ SIXTEEN_BITS = ("I", "I;16", "I;16B")
 
 CHANNEL_NAMES = {1: "grey", 3: "RGB"}
 
+PICTURE_CHANNELS = (1, 3, 4)
+"""The numbers of channels of grey, RGB and RGBA images; most image libraries put channels last."""
+
 TWELVE_BITS = 4095
 """The largest pixel value with 12 bits. Cameras and scanners often store 12 bits in 16."""
 

@@ -42,13 +42,14 @@ from fedstill.data.sources.schema import class_names, index_columns
 from fedstill.data.sources.tables import LabelledImage, with_missing, with_normal_names
 from fedstill.data.sources.tensors import (
     ItemsRead,
-    LoaderData,
     Pair,
     TensorFields,
     TorchItems,
     check_no_image_fields,
+    check_sampler,
     dataset_of_pairs,
     join_clients,
+    loader_warning,
 )
 from fedstill.data.sources.verification import verified_with_test_split
 
@@ -302,9 +303,10 @@ def _resolved(source: _Source) -> _Source:
     data = source.data
     warnings = []
     if isinstance(data, torch_data.DataLoader):
-        loaded = LoaderData.of(source.part, data)
-        data = loaded.data
-        warnings.append(loaded.warning)
+        if not isinstance(data.dataset, torch_data.IterableDataset):
+            check_sampler(source.part, data)
+            warnings.append(loader_warning(data))
+        data = data.dataset
     table: pa.Table | None = None
     if _is_of(data, "datasets", "Dataset"):
         table = _table_of_hugging_face(data)

@@ -53,7 +53,6 @@ from fedstill.data.sources.files import (
 from fedstill.data.sources.folders import (
     DATA_SUFFIXES,
     data_root,
-    decoded_once,
     is_data_file,
     local_folder,
     read_data_file,
@@ -66,6 +65,7 @@ from fedstill.data.sources.tables import (
     with_missing,
     with_normal_names,
 )
+from fedstill.data.sources.verification import decoded_once
 
 OPTION_FIELDS = tuple(field.name for field in dataclasses.fields(ReadingOptions))
 """Fields of ``load_dataset`` on the conversion of columns to examples."""
@@ -189,15 +189,11 @@ def _check_fields(
     """Raise an error for a field that does not exist, or does not apply to these data."""
     for field in sorted(set(fields) - set(legal)):
         if field not in FIELDS:
-            raise _unknown_field(name, field, legal)
+            raise UnknownName("field", field, legal, place=f"dataset {name!r}")
         key = f"data.{CONFIG_KEYS.get(field, field)}"
         raise ConfigError(
             f"{key} does not apply to dataset {short_name(name)!r}: {explanation}; remove it"
         )
-
-
-def _unknown_field(name: str, field: str, legal: Collection[str]) -> UnknownName:
-    return UnknownName("field", field, legal, place=f"dataset {name!r}")
 
 
 # Files, folders and the hub.
@@ -211,7 +207,7 @@ def _by_path(name: str, folder: Folder, base: Path | None, fields: Mapping[str, 
     """
     unknown = sorted(set(fields) - set(FIELDS))
     if unknown:
-        raise _unknown_field(name, unknown[0], FIELDS)
+        raise UnknownName("field", unknown[0], FIELDS, place=f"dataset {name!r}")
     entry = KNOWN_FOLDERS.get(name)
     options = DEFAULT_OPTIONS
     has_checksums = False
@@ -344,7 +340,6 @@ def digits() -> Dataset:
     testing.
     """
     entry = catalog.DIGITS
-
     data = decoded_once("digits", {"registered": "digits"}, read_digits, ReadRequest(), entry)
     return as_dataset("digits", data, entry.mean, entry.std)
 

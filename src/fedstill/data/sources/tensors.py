@@ -6,7 +6,7 @@ import contextlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from fedstill.data.dataset import (
 from fedstill.data.sources.files import SPLITS
 from fedstill.data.sources.image_sets import image_warnings
 from fedstill.data.sources.images import (
+    PICTURE_CHANNELS,
     Pictures,
     check_broken,
     check_single_page,
@@ -39,14 +40,7 @@ from fedstill.data.sources.images import (
     decoding_errors,
 )
 from fedstill.data.sources.tables import LabelledImage
-from fedstill.data.sources.verification import (
-    ambiguous_channels,
-    check_channels,
-    check_labels,
-    check_whole_labels,
-    unusual_scale,
-    verified_with_test_split,
-)
+from fedstill.data.sources.verification import verified_with_test_split
 
 Array = Tensor | NDArray[Any]
 """A torch tensor or a NumPy array."""
@@ -352,35 +346,152 @@ def _kind(name: str, values: NDArray[Any], fields: TensorFields) -> Kind:
     )
 
 
+# Labels in arrays of NumPy.
+
+
+def check_labels(part: str, labels: NDArray[Any], count: int) -> None:
+    """Raise DataError, with advice, unless labels are ``count`` whole numbers."""
+    if labels.shape == (count,) and labels.dtype.kind in "iub":
+        return
+    problem = (
+        f"{part}: labels are {labels.dtype} of shape {labels.shape}, not whole numbers of shape "
+        f"({count},)"
+    )
+    if labels.shape != (count,):
+        raise DataError(problem + _shape_remedy(labels, count))
+    if labels.dtype.kind in "OSU":
+        raise DataError(
+            f"{problem}; convert them with names, ids = np.unique(labels, return_inverse=True), "
+            "then pass ids and classes=names"
+        )
+    if labels.dtype.kind == "f":
+        check_whole_labels(part, labels)
+        raise DataError(
+            f"{problem}; use labels.astype('int64') for an array, or labels.long() for a tensor"
+        )
+    raise DataError(f"{problem}; use class ids (whole numbers from 0)")
+
+
+def _shape_remedy(labels: NDArray[Any], count: int) -> str:
+    if labels.shape == (count, 1):
+        return ": labels.reshape(-1)"
+    if labels.ndim == 2 and len(labels) == count:
+        return "; for one-hot labels, use labels.argmax(1)"
+    return "; use one label per example"
+
+
+def check_whole_labels(part: str, labels: NDArray[Any]) -> None:
+    """Raise DataError for labels with fractions, and for labels that are missing or infinite."""
+    is_finite = np.isfinite(labels)
+    fractions = np.flatnonzero(is_finite & (labels != np.round(labels)))
+    if len(fractions):
+        raise DataError(
+            f"{part}: labels are not whole numbers (example {fractions[0]} has "
+            f"{labels[fractions[0]]:.6g}): fedstill does not support regression; to make classes "
+            "of ranges, use np.digitize(labels, limits)"
+        )
+    unknown = np.flatnonzero(~is_finite)
+    if len(unknown):
+        raise DataError(
+            f"{part}: example {unknown[0]} has the label {labels[unknown[0]]} ({len(unknown):,} of "
+            f"{len(labels):,} are not finite); use a class id, or remove such examples"
+        )
+
+
+# Images in arrays: the position of their channels, and the scale of their pixels.
+
+
+MOST_PICTURE_CHANNELS = max(PICTURE_CHANNELS)
+
+TRANSPOSITION = (
+    "values.transpose(0, 3, 1, 2) for an array, or values.permute(0, 3, 1, 2) for a tensor"
+)
+
+
+def check_channels(part: str, values: NDArray[Any]) -> None:
+    """Raise DataError for images (N, H, W, C), which would be read as images of H channels."""
+    if _channel_axis(values.shape) == "last":
+        raise DataError(
+            f"{part}: values of shape {values.shape} have their channels last; pass (N, C, H, W): "
+            f"{TRANSPOSITION}"
+        )
+
+
+def ambiguous_channels(values: NDArray[Any]) -> str:
+    """A warning about images with an ambiguous position of channels, or ""."""
+    if _channel_axis(values.shape) != "unclear":
+        return ""
+    _, channels, height, width = values.shape
+    return (
+        f"values of shape {values.shape} are read as images of {channels} channels and {height} × "
+        f"{width} pixels; if their channels are last, pass {TRANSPOSITION}"
+    )
+
+
+def _channel_axis(shape: tuple[int, ...]) -> Literal["first", "last", "unclear"]:
+    """Whether images of a shape (N, …, …, …) have their channels first or last.
+
+    Small squares with many channels, such as (N, 512, 4, 4), are feature maps. For other images,
+    the two axes with the most similar lengths are taken as height and width.
+
+    >>> [_channel_axis((90, *sides)) for sides in ((64, 48, 3), (512, 4, 4), (4, 64, 4))]
+    ['last', 'first', 'unclear']
+    """
+    _, first, second, last = shape
+    if last not in PICTURE_CHANNELS or second == last:
+        return "first"
+    is_elongated = _elongation(first, second) >= _elongation(second, last)
+    if first <= MOST_PICTURE_CHANNELS or is_elongated:
+        return "unclear"
+    return "last"
+
+
+def _elongation(side: int, other: int) -> float:
+    """The longer of two sides, divided by the shorter one."""
+    return max(side, other) / max(1, min(side, other))
+
+
+MAX_SCALED_PIXEL = 3.0
+"""The largest absolute value of pixels in [0, 1] or of standardised pixels."""
+
+
+def unusual_scale(values: NDArray[Any]) -> str:
+    """A warning about images whose floats (x - 0.5) / 0.5 does not map to about [-1, 1], or ""."""
+    if values.dtype.kind != "f" or not len(values):
+        return ""
+    low = float(values.min())
+    high = float(values.max())
+    if max(-low, high) <= MAX_SCALED_PIXEL:
+        return ""
+    return (
+        f"images hold numbers from {low:.4g} to {high:.4g}, which (x - 0.5) / 0.5 maps to "
+        f"{2 * low - 1:.4g} to {2 * high - 1:.4g}; divide pixels by 255, or set mean= and std="
+    )
+
+
 # Torch data sets: pairs of a value and a label.
 
 
-@dataclass(frozen=True)
-class LoaderData:
-    """The data set of a DataLoader, and a warning about options that are not used."""
+def check_sampler(part: str, loader: torch_data.DataLoader[Any]) -> None:
+    """Raise DataError for a DataLoader whose sampler selects or repeats examples."""
+    sampler = loader.sampler
+    if isinstance(loader.batch_sampler, torch_data.BatchSampler):
+        sampler = loader.batch_sampler.sampler
+    is_random = isinstance(sampler, torch_data.RandomSampler) and not sampler.replacement
+    if not is_random and not isinstance(sampler, torch_data.SequentialSampler):
+        raise DataError(
+            f"{part}: {type(sampler).__name__} is not supported, because it selects or repeats "
+            "examples; pass the data set of the DataLoader, or "
+            "torch.utils.data.Subset(dataset, indices)"
+        )
 
-    data: torch_data.Dataset[Any]
-    warning: str = ""
 
-    @staticmethod
-    def of(part: str, loader: torch_data.DataLoader[Any]) -> LoaderData:
-        """The data set; raises DataError for a sampler that selects or repeats examples."""
-        if isinstance(loader.dataset, torch_data.IterableDataset):
-            return LoaderData(loader.dataset)
-        sampler = loader.sampler
-        if isinstance(loader.batch_sampler, torch_data.BatchSampler):
-            sampler = loader.batch_sampler.sampler
-        is_random = isinstance(sampler, torch_data.RandomSampler) and not sampler.replacement
-        if not is_random and not isinstance(sampler, torch_data.SequentialSampler):
-            raise DataError(
-                f"{part}: {type(sampler).__name__} is not supported, because it selects or repeats "
-                "examples; pass the data set of the DataLoader, or "
-                "torch.utils.data.Subset(dataset, indices)"
-            )
-        warning = "the batches of a DataLoader are not used: plan.batch sets their size"
-        if loader.collate_fn is not torch_data.default_collate:
-            warning += "; nor is its collate_fn"
-        return LoaderData(loader.dataset, warning)
+def loader_warning(loader: torch_data.DataLoader[Any]) -> str:
+    """A warning about options of a DataLoader that are not used."""
+    warning = "the batches of a DataLoader are not used: plan.batch sets their size"
+    if loader.collate_fn is not torch_data.default_collate:
+        warning += "; nor is its collate_fn"
+    return warning
 
 
 def check_no_image_fields(part: str, request: ReadRequest) -> None:

@@ -1,20 +1,24 @@
-"""Verification of decoded data: labels as class ids, a held-out test split if needed, splits,
-shapes and checksums of known data sets, and the layout of images in arrays.
+"""From arrays that were read to a verified data set on disk: labels as class ids, a held-out test
+split if needed, checks of splits, shapes and known checksums, and the cache.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from filelock import FileLock
 from numpy.typing import NDArray
 
-from fedstill.core.errors import DataError
+from fedstill.core.errors import DataError, DiskFull
 from fedstill.core.fields import nfc
+from fedstill.core.files import cache_folder, replaced_folder, write_whole
 from fedstill.core.stream import tasks_of_times
 from fedstill.data.dataset import (
     DEFAULT_OPTIONS,
@@ -24,6 +28,7 @@ from fedstill.data.dataset import (
     Decoded,
     Digests,
     ReadingOptions,
+    ReadRequest,
     Split,
     shortened_list,
 )
@@ -96,58 +101,6 @@ def decoded_with_class_ids(
         decoded[name] = Split(split.values, labels, split.owners)
         info = info.with_notes(*split.notes)
     return Decoded(decoded, names, about=info)
-
-
-# Labels in arrays of NumPy.
-
-
-def check_labels(part: str, labels: NDArray[Any], count: int) -> None:
-    """Raise DataError, with advice, unless labels are ``count`` whole numbers."""
-    if labels.shape == (count,) and labels.dtype.kind in "iub":
-        return
-    problem = (
-        f"{part}: labels are {labels.dtype} of shape {labels.shape}, not whole numbers of shape "
-        f"({count},)"
-    )
-    if labels.shape != (count,):
-        raise DataError(problem + _shape_remedy(labels, count))
-    if labels.dtype.kind in "OSU":
-        raise DataError(
-            f"{problem}; convert them with names, ids = np.unique(labels, return_inverse=True), "
-            "then pass ids and classes=names"
-        )
-    if labels.dtype.kind == "f":
-        check_whole_labels(part, labels)
-        raise DataError(
-            f"{problem}; use labels.astype('int64') for an array, or labels.long() for a tensor"
-        )
-    raise DataError(f"{problem}; use class ids (whole numbers from 0)")
-
-
-def _shape_remedy(labels: NDArray[Any], count: int) -> str:
-    if labels.shape == (count, 1):
-        return ": labels.reshape(-1)"
-    if labels.ndim == 2 and len(labels) == count:
-        return "; for one-hot labels, use labels.argmax(1)"
-    return "; use one label per example"
-
-
-def check_whole_labels(part: str, labels: NDArray[Any]) -> None:
-    """Raise DataError for labels with fractions, and for labels that are missing or infinite."""
-    is_finite = np.isfinite(labels)
-    fractions = np.flatnonzero(is_finite & (labels != np.round(labels)))
-    if len(fractions):
-        raise DataError(
-            f"{part}: labels are not whole numbers (example {fractions[0]} has "
-            f"{labels[fractions[0]]:.6g}): fedstill does not support regression; to make classes "
-            "of ranges, use np.digitize(labels, limits)"
-        )
-    unknown = np.flatnonzero(~is_finite)
-    if len(unknown):
-        raise DataError(
-            f"{part}: example {unknown[0]} has the label {labels[unknown[0]]} ({len(unknown):,} of "
-            f"{len(labels):,} are not finite); use a class id, or remove such examples"
-        )
 
 
 # A test split for data without one: a fifth of every class, equal on all machines.
@@ -397,75 +350,117 @@ def _check_images(entry: KnownData, data: Decoded) -> None:
         raise DataError(f"{entry.name}, {split}: the {part} have SHA-256 {comparison}; {remedy}")
 
 
-# Images in arrays: the position of their channels, and the scale of their pixels.
+# Decoded data on disk. They are written once, completely or not at all, and then memory-mapped.
 
 
-PICTURE_CHANNELS = (1, 3, 4)
-"""The numbers of channels of grey, RGB and RGBA images; most image libraries put channels last."""
-
-MOST_PICTURE_CHANNELS = max(PICTURE_CHANNELS)
-
-TRANSPOSITION = (
-    "values.transpose(0, 3, 1, 2) for an array, or values.permute(0, 3, 1, 2) for a tensor"
-)
+LAYOUT = 7
+"""The version of the layout. Entries of other versions are not read."""
 
 
-def check_channels(part: str, values: NDArray[Any]) -> None:
-    """Raise DataError for images (N, H, W, C), which would be read as images of H channels."""
-    if _channel_axis(values.shape) == "last":
-        raise DataError(
-            f"{part}: values of shape {values.shape} have their channels last; pass (N, C, H, W): "
-            f"{TRANSPOSITION}"
-        )
+def decoded_once(
+    name: str,
+    source: Mapping[str, Any],
+    read: Callable[[], Decoded],
+    request: ReadRequest,
+    entry: KnownData | None = None,
+) -> Decoded:
+    """The verified data that ``read`` returns; without a test split, a fifth is held out.
 
-
-def ambiguous_channels(values: NDArray[Any]) -> str:
-    """A warning about images with an ambiguous position of channels, or ""."""
-    if _channel_axis(values.shape) != "unclear":
-        return ""
-    _, channels, height, width = values.shape
-    return (
-        f"values of shape {values.shape} are read as images of {channels} channels and {height} × "
-        f"{width} pixels; if their channels are last, pass {TRANSPOSITION}"
-    )
-
-
-def _channel_axis(shape: tuple[int, ...]) -> Literal["first", "last", "unclear"]:
-    """Whether images of a shape (N, …, …, …) have their channels first or last.
-
-    Small squares with many channels, such as (N, 512, 4, 4), are feature maps. For other images,
-    the two axes with the most similar lengths are taken as height and width.
-
-    >>> [_channel_axis((90, *sides)) for sides in ((64, 48, 3), (512, 4, 4), (4, 64, 4))]
-    ['last', 'first', 'unclear']
+    Later calls return them from the cache. source: the place of the data, and what shows that they
+    have changed. entry: the facts about a known data set.
     """
-    _, first, second, last = shape
-    if last not in PICTURE_CHANNELS or second == last:
-        return "first"
-    is_elongated = _elongation(first, second) >= _elongation(second, last)
-    if first <= MOST_PICTURE_CHANNELS or is_elongated:
-        return "unclear"
-    return "last"
+    known = None
+    if entry is not None:
+        known = asdict(entry)
+    key_fields = {**source, "request": asdict(request), "known": known}
+
+    def decode() -> Decoded:
+        return verified_with_test_split(name, read(), request.options, entry, in_place=True)
+
+    return _cached(Path(name).stem, key_fields, decode)
 
 
-def _elongation(side: int, other: int) -> float:
-    """The longer of two sides, divided by the shorter one."""
-    return max(side, other) / max(1, min(side, other))
+def _cached(name: str, key_fields: Mapping[str, Any], decode: Callable[[], Decoded]) -> Decoded:
+    """The decoded data of a key, from the cache or from ``decode``.
+
+    key_fields: everything that the result depends on, as JSON. If several processes call this
+    function, one decodes and the others wait. A damaged entry is decoded again. If the cache is not
+    writable, the arrays stay in memory.
+    """
+    key = hashlib.sha256(
+        json.dumps([LAYOUT, key_fields], sort_keys=True, default=str).encode()
+    ).hexdigest()[:16]
+    folder = cache_folder() / "decoded" / f"{re.sub(r'[^A-Za-z0-9_-]+', '-', name)}-{key}"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.with_name(folder.name + ".lock"))
+        lock.acquire()
+    except OSError:
+        return decode()
+    try:
+        return _read(folder) or _write_and_map(folder, decode())
+    finally:
+        lock.release()
 
 
-MAX_SCALED_PIXEL = 3.0
-"""The largest absolute value of pixels in [0, 1] or of standardised pixels."""
+def _write_and_map(folder: Path, fresh: Decoded) -> Decoded:
+    """Write decoded data to the cache, and return them with memory-mapped arrays."""
+    try:
+        _write(folder, fresh)
+    except (OSError, DiskFull):
+        return fresh
+    return _read(folder) or fresh
 
 
-def unusual_scale(values: NDArray[Any]) -> str:
-    """A warning about images whose floats (x - 0.5) / 0.5 does not map to about [-1, 1], or ""."""
-    if values.dtype.kind != "f" or not len(values):
-        return ""
-    low = float(values.min())
-    high = float(values.max())
-    if max(-low, high) <= MAX_SCALED_PIXEL:
-        return ""
-    return (
-        f"images hold numbers from {low:.4g} to {high:.4g}, which (x - 0.5) / 0.5 maps to "
-        f"{2 * low - 1:.4g} to {2 * high - 1:.4g}; divide pixels by 255, or set mean= and std="
-    )
+def _read(folder: Path) -> Decoded | None:
+    """The data in an entry of the cache; None if it is absent or damaged.
+
+    Source digests are not stored: data are verified before they are written.
+    """
+    try:
+        entry = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+        splits = {
+            split: _read_split(folder, split, shape, has_owners=split in entry["owned"])
+            for split, shape in entry["splits"].items()
+        }
+        classes = entry["classes"]
+        if classes is not None:
+            classes = tuple(classes)
+        about = DatasetInfo.from_json(entry["about"])
+    except (OSError, EOFError, ValueError, KeyError, TypeError):
+        return None
+    return Decoded(splits, classes, about=about)
+
+
+def _read_split(folder: Path, split: str, shape: list[int], *, has_owners: bool) -> Split:
+    values = np.load(folder / f"{split}-values.npy", mmap_mode="c", allow_pickle=False)
+    if list(values.shape) != shape:
+        raise ValueError(f"{folder}: {split} does not match about.json")
+    labels = _read_numbers(folder, split, "labels", shape[0])
+    owners = None
+    if has_owners:
+        owners = _read_numbers(folder, split, "owners", shape[0])
+    return Split(values, labels, owners)
+
+
+def _read_numbers(folder: Path, split: str, name: str, count: int) -> NDArray[np.int64]:
+    array: NDArray[np.int64] = np.load(folder / f"{split}-{name}.npy", allow_pickle=False)
+    if array.shape != (count,):
+        raise ValueError(f"{folder}: {split} does not match about.json")
+    return array
+
+
+def _write(folder: Path, data: Decoded) -> None:
+    entry = {
+        "classes": data.classes,
+        "splits": {name: list(split.values.shape) for name, split in data.splits.items()},
+        "owned": [name for name, split in data.splits.items() if split.owners is not None],
+        "about": data.about.to_json(),
+    }
+    with replaced_folder(folder) as temporary:
+        for name, split in data.splits.items():
+            np.save(temporary / f"{name}-values.npy", split.values, allow_pickle=False)
+            np.save(temporary / f"{name}-labels.npy", split.labels, allow_pickle=False)
+            if split.owners is not None:
+                np.save(temporary / f"{name}-owners.npy", split.owners, allow_pickle=False)
+        write_whole(temporary / "about.json", json.dumps(entry, indent=1).encode())
