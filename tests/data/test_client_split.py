@@ -50,8 +50,8 @@ def test_label_counts_are_what_the_table_is(lists: list[list[int]]) -> None:
     counts = positions.label_counts(parts.positions, 4)
     assert [*counts] == counts[:] == table == counts.table().tolist()
     assert counts.key == LabelCounts.of_table(table, 4).key
-    assert counts.sizes().tolist() == [*map(len, lists)]
-    assert counts.classes_held().tolist() == [len(set(each)) for each in lists]
+    assert counts.sizes.tolist() == [*map(len, lists)]
+    assert counts.classes_held.tolist() == [len(set(each)) for each in lists]
     assert positions.label_table(torch.from_numpy(parts.positions), 4).tolist() == table
 
 

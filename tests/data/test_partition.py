@@ -4,6 +4,7 @@ refused.
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 from pathlib import Path
@@ -52,18 +53,34 @@ def same(a, b):
 # The figures of papers.md, section 13
 
 
+@pytest.fixture
+def draws(monkeypatch):
+    """A list that gets an entry with every draw of shares."""
+    module = importlib.import_module("fedstill.data.partition.dirichlet")
+    entries = []
+    draw = module._draw_pieces
+
+    def counted(*arguments):
+        entries.append(None)
+        return draw(*arguments)
+
+    monkeypatch.setattr(module, "_draw_pieces", counted)
+    return entries
+
+
 @pytest.mark.parametrize(
-    ("alpha", "tries", "low", "high"), [(0.1, 2, 22, 2349), (0.3, 1, 34, 1317), (0.5, 1, 134, 1004)]
+    ("alpha", "found"), [(0.1, (2, 22, 2349)), (0.3, (1, 34, 1317)), (0.5, (1, 134, 1004))]
 )
-def test_dirichlet_gives_the_official_sizes(cifar10, alpha, tries, low, high):
-    draw = p.dirichlet_draw(cifar10, 100, alpha, SEED)
-    assert (draw.tries, min(sizes(draw.parts)), max(sizes(draw.parts))) == (tries, low, high)
+def test_dirichlet_gives_the_official_sizes(cifar10, draws, alpha, found):
+    """``found``: the number of draws, and the sizes of the smallest and the largest client."""
+    parts = p.dirichlet(cifar10, 100, alpha, SEED)
+    assert (len(draws), min(sizes(parts)), max(sizes(parts))) == found
 
 
 @pytest.mark.slow
-def test_dirichlet_005_is_accepted_at_the_19126th_draw():
-    draw = p.dirichlet_draw(BALANCED, 100, 0.05, SEED)
-    assert (draw.tries, min(sizes(draw.parts)), max(sizes(draw.parts))) == (19_126, 12, 2_731)
+def test_dirichlet_005_is_accepted_at_the_19126th_draw(draws):
+    parts = p.dirichlet(BALANCED, 100, 0.05, SEED)
+    assert (len(draws), min(sizes(parts)), max(sizes(parts))) == (19_126, 12, 2_731)
 
 
 @pytest.mark.parametrize("shards", [2, 3, 5, 10])
@@ -345,11 +362,11 @@ def test_registry_knows_every_split_and_its_fields():
 
 
 def test_fast_stream_keeps_the_balance_rule():
-    draw = p.dirichlet_draw(BALANCED, 100, 0.1, 1, stream="fast")
-    assert min(sizes(draw.parts)) >= 10
+    parts = p.dirichlet(BALANCED, 100, 0.1, 1, stream="fast")
+    assert min(sizes(parts)) >= 10
     # A client stops receiving at 500, so it exceeds that through its last class alone (rounding
     # left aside).
-    for part in draw.parts:
+    for part in parts:
         counts = np.bincount(BALANCED[part], minlength=10)
         counts[counts == 1] = 0
         assert counts.sum() - counts[np.flatnonzero(counts)[-1]] < 500
@@ -423,10 +440,11 @@ def test_labels_that_are_no_class_ids_are_refused(labels):
 
 
 def test_extended_dirichlet_lowers_the_minimum_only_when_asked():
-    draw = p.extended_dirichlet_draw(HAM10000, 100, 2, 1.0, 0, max_tries=20, lower_min_size=True)
-    assert 1 <= draw.min_size < 10
-    assert min(sizes(draw.parts)) >= draw.min_size
-    assert draw.tries > 100
+    fields = {"clients": 100, "classes_per_client": 2, "alpha": 1.0, "seed": 0, "max_tries": 20}
+    with pytest.raises(InfeasiblePartition, match="none of 100 draws"):
+        p.extended_dirichlet(HAM10000, **fields)
+    parts = p.extended_dirichlet(HAM10000, **fields, lower_min_size=True)
+    assert 1 <= min(sizes(parts)) < 10
 
 
 # The cache of slow splits

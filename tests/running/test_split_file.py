@@ -261,7 +261,7 @@ def test_of_many_clients_the_page_draws_the_first_and_counts_all(tmp_path: Path)
     assert len(class_by_client(drawn).traces[0]["x"]) == FIRST
     counts = Result.of(tmp_path / "run").label_counts()
     values, clients_with = np.unique((counts > 0).sum(1), return_counts=True)
-    (bars,) = clients_by(drawn.counts.classes_held(), "classes").traces
+    (bars,) = clients_by(drawn.counts.classes_held, "classes").traces
     assert list(bars["x"]) == [str(v) for v in values]
     assert list(bars["y"]) == clients_with.tolist()
 

@@ -216,7 +216,7 @@ class LabelCounts(Sequence[list[int]]):
     @property
     def owners(self) -> NDArray[np.int64]:
         """The client of each entry of ``class_ids`` and ``counts``."""
-        return np.repeat(np.arange(len(self.ends)), self.classes_held())
+        return np.repeat(np.arange(len(self.ends)), self.classes_held)
 
     def table(self) -> NDArray[Any]:
         """All counts as one array (clients, C)."""
@@ -224,11 +224,13 @@ class LabelCounts(Sequence[list[int]]):
         table[self.owners, self.class_ids] = self.counts
         return table
 
+    @property
     def sizes(self) -> NDArray[np.float64]:
         """The number of examples of each client (clients,)."""
         sizes = np.bincount(self.owners, self.counts, minlength=len(self.ends))
         return sizes.astype(np.float64)
 
+    @property
     def classes_held(self) -> NDArray[np.int64]:
         """The number of classes of each client (clients,)."""
         return np.diff(self.ends, prepend=0)

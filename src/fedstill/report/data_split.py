@@ -227,8 +227,8 @@ def _ticks(split: Split) -> dict[str, Any]:
 
 def _in_numbers(split: Split) -> list[Block]:
     """A note on a split that is too large for the heat map, and histograms of all clients."""
-    sizes = split.counts.sizes()
-    classes = split.counts.classes_held()
+    sizes = split.counts.sizes
+    classes = split.counts.classes_held
     about = (
         f"{split.name}: there are too many clients to show each. The map shows the first {FIRST}; "
         f"the histograms count all {len(sizes):,}. A client has {_range(sizes)} examples, of "

@@ -5,14 +5,12 @@ parameters and a seed, and return the positions of each client's examples.
 from fedstill.data.client_split import ClientSplit
 from fedstill.data.partition.dirichlet import (
     dirichlet,
-    dirichlet_draw,
     extended_dirichlet,
-    extended_dirichlet_draw,
     hiper,
     hybrid,
     public_split,
 )
-from fedstill.data.partition.rules import Draw, Parts, cached_split
+from fedstill.data.partition.rules import Parts, cached_split
 from fedstill.data.partition.sharding import (
     column,
     flower_datasets,
@@ -24,14 +22,11 @@ from fedstill.data.partition.sharding import (
 
 __all__ = [
     "ClientSplit",
-    "Draw",
     "Parts",
     "cached_split",
     "column",
     "dirichlet",
-    "dirichlet_draw",
     "extended_dirichlet",
-    "extended_dirichlet_draw",
     "flower_datasets",
     "hiper",
     "hybrid",

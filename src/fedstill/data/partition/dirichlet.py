@@ -20,7 +20,6 @@ from fedstill.data.partition.rules import (
     ClassAllocation,
     Clients,
     Counts,
-    Draw,
     Labels,
     Parts,
     check_enough_examples,
@@ -136,25 +135,6 @@ def dirichlet(
     Reading: shares are not exactly Dirichlet, because a client with n / clients examples gets no
     more (the balance rule of the official code).
     """
-    draw = dirichlet_draw(
-        labels, clients, alpha, seed, min_size=min_size, max_tries=max_tries, stream=stream
-    )
-    return draw.parts
-
-
-def dirichlet_draw(
-    labels: Labels,
-    clients: int,
-    alpha: float,
-    seed: int,
-    *,
-    min_size: int = 10,
-    max_tries: int = 20_000,
-    stream: Stream = "official",
-) -> Draw:
-    """The split of ``dirichlet`` and its number of draws. Raises InfeasiblePartition if no draw is
-    accepted.
-    """
     check_enough_examples("dirichlet", len(labels), clients, min_size)
     settings = _DrawSettings(
         examples_of_class=class_indices(labels),
@@ -163,7 +143,6 @@ def dirichlet_draw(
         min_size=min_size,
         max_tries=max_tries,
     )
-    accepted: Draw | None
     if stream == "official":
         accepted = _official_draw(settings, legacy_stream(seed))
     else:
@@ -189,31 +168,30 @@ class _DrawSettings:
     max_tries: int
 
 
-def _official_draw(settings: _DrawSettings, stream: np.random.RandomState) -> Draw | None:
+def _official_draw(settings: _DrawSettings, stream: np.random.RandomState) -> ClientSplit | None:
     """The first accepted draw in the order of FedNTD's code, which alternates shuffles and
     shares.
     """
-    for tries in range(1, settings.max_tries + 1):
+    for _ in range(settings.max_tries):
         pieces = _draw_pieces(settings.examples_of_class, settings.clients, settings.alpha, stream)
         smallest = _client_sizes(pieces, settings.clients).min()
         if pieces is not None and smallest >= settings.min_size:
-            return Draw(_shuffled_split(pieces, stream), tries, settings.min_size)
+            return _shuffled_split(pieces, stream)
     return None
 
 
-def _fast_draw(settings: _DrawSettings, stream: np.random.Generator) -> Draw | None:
+def _fast_draw(settings: _DrawSettings, stream: np.random.Generator) -> ClientSplit | None:
     """The first accepted draw of sizes. Examples are shuffled only for this draw."""
     for start in range(0, settings.max_tries, DRAWS_AT_ONCE):
         counts = _class_counts(settings, stream, min(DRAWS_AT_ONCE, settings.max_tries - start))
         accepted = np.flatnonzero(counts.sum(1).min(1) >= settings.min_size)
         if not len(accepted):
             continue
-        first = int(accepted[0])
         pieces = [
             ClassPieces(stream.permutation(examples), sizes)
-            for examples, sizes in zip(settings.examples_of_class, counts[first], strict=True)
+            for examples, sizes in zip(settings.examples_of_class, counts[accepted[0]], strict=True)
         ]
-        return Draw(_shuffled_split(pieces, stream), start + first + 1, settings.min_size)
+        return _shuffled_split(pieces, stream)
     return None
 
 
@@ -260,8 +238,7 @@ def extended_dirichlet(  # noqa: PLR0913 - the fields of the partition's config 
 
     Every example is used. After ``max_tries`` draws of shares, the assignment of classes is drawn
     again, up to ``allocations`` assignments. Then ``min_size`` is lowered by one with
-    ``lower_min_size`` (``extended_dirichlet_draw`` returns the final value); otherwise, the
-    partition raises InfeasiblePartition.
+    ``lower_min_size``; otherwise, the partition raises InfeasiblePartition.
 
     labels: Class ids (n,).
     classes_per_client: The number of classes of each client.
@@ -277,36 +254,6 @@ def extended_dirichlet(  # noqa: PLR0913 - the fields of the partition's config 
     (NumPy's legacy generator).
     Reading: the official code never draws the assignment again, so it does not terminate for an
     infeasible assignment.
-    """
-    draw = extended_dirichlet_draw(
-        labels,
-        clients,
-        classes_per_client,
-        alpha,
-        seed,
-        min_size=min_size,
-        max_tries=max_tries,
-        allocations=allocations,
-        lower_min_size=lower_min_size,
-    )
-    return draw.parts
-
-
-def extended_dirichlet_draw(  # noqa: PLR0913 - the fields of the partition's config table
-    labels: Labels,
-    clients: int,
-    classes_per_client: int,
-    alpha: float,
-    seed: int,
-    *,
-    min_size: int = 10,
-    max_tries: int = 200,
-    allocations: int = 5,
-    lower_min_size: bool = False,
-) -> Draw:
-    """The split of ``extended_dirichlet``, its number of draws and its final minimum size.
-
-    Raises InfeasiblePartition if no draw is accepted.
     """
     check_enough_examples("extended_dirichlet", len(labels), clients, min_size)
     settings = _DrawSettings(
@@ -328,7 +275,7 @@ def extended_dirichlet_draw(  # noqa: PLR0913 - the fields of the partition's co
             for attempt in _attempts(settings, classes_per_client, stream):
                 tries += 1
                 if attempt.pieces is not None and attempt.smallest >= accepted_size:
-                    return Draw(_shuffled_split(attempt.pieces, stream), tries, accepted_size)
+                    return _shuffled_split(attempt.pieces, stream)
                 if best is None or attempt.smallest > best.smallest:
                     best = attempt
     assert best is not None
@@ -451,9 +398,10 @@ def hybrid(
     if hybrid_share == "equal_per_client":
         parts = _equal_parts(labels[remaining], skewed_clients, alpha, stream)
     else:
-        parts = dirichlet_draw(
+        check_enough_examples("dirichlet", len(remaining), skewed_clients, min_size)
+        parts = dirichlet(
             labels[remaining], skewed_clients, alpha, seed, min_size=min_size, max_tries=max_tries
-        ).parts
+        )
     skewed = ClientSplit.of_parts(parts)
     positions = np.concatenate([even.split.positions, remaining[skewed.positions]])
     ends = np.concatenate([even.split.ends, skewed.ends + len(even.split.positions)])

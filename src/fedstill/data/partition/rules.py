@@ -42,20 +42,6 @@ Parts = Sequence[Positions]
 Arguments = ParamSpec("Arguments")
 
 
-@dataclass(frozen=True)
-class Draw:
-    """An accepted split and its number of draws."""
-
-    parts: Parts
-    """The int64 positions of each client's examples, which are views of one array."""
-    tries: int
-    """The number of draws, including the accepted one."""
-    min_size: int
-    """The minimum number of examples of each client. It is lower than requested only if the caller
-    allows that.
-    """
-
-
 def partition(name: str) -> Callable[[Callable[Arguments, Parts]], Callable[Arguments, Parts]]:
     """Register a partition under a name, with checks of its labels, parameters and result.
 
@@ -72,8 +58,11 @@ def partition(name: str) -> Callable[[Callable[Arguments, Parts]], Callable[Argu
             bound = signature.bind(*args, **kwargs)
             bound.arguments["labels"] = checked_labels(bound.arguments["labels"])
             for key, value in bound.arguments.items():
-                if key in hints and key != "labels":
-                    _check_range(name, key, hints[key], value)
+                if key == "labels" or key not in hints:
+                    continue
+                fault = problem(hints[key], value)
+                if fault:
+                    raise ConfigError(f"partition {name!r}: {key} = {fault}")
             parts = ClientSplit.of_parts(split(*bound.args, **bound.kwargs))
             check_no_client_empty(name, parts.sizes)
             return parts
@@ -81,13 +70,6 @@ def partition(name: str) -> Callable[[Callable[Arguments, Parts]], Callable[Argu
         return register("partition", name)(checked)
 
     return decorate
-
-
-def _check_range(name: str, key: str, hint: Any, value: Any) -> None:
-    """Raise ConfigError for a parameter outside its annotated range."""
-    fault = problem(hint, value)
-    if fault:
-        raise ConfigError(f"partition {name!r}: {key} = {fault}")
 
 
 def checked_labels(labels: Any) -> Labels:
@@ -197,7 +179,7 @@ class ClassAllocation:
         additional advice for its message.
         """
         for _ in range(max_tries):
-            clients_of_class = random_classes(self.clients, self.per_client, self.classes, stream)
+            clients_of_class = self._draw(stream)
             if min(map(len, clients_of_class)) >= min_clients:
                 return clients_of_class
         raise InfeasiblePartition(
@@ -206,20 +188,17 @@ class ClassAllocation:
             f"raise classes_per_client or clients{other_remedy}"
         )
 
-
-def random_classes(
-    clients: int, per_client: int, classes: int, stream: np.random.RandomState
-) -> list[Clients]:
-    """The clients of every class, in ascending order. Each client draws ``per_client`` classes."""
-    all_classes = np.arange(classes)
-    is_drawn = np.zeros((clients, classes), dtype=bool)
-    order = all_classes.copy()
-    for client in range(clients):
-        order[:] = all_classes
-        # RandomState.choice(classes, per_client, replace=False) is equivalent, but slower.
-        stream.shuffle(order)
-        is_drawn[client, order[:per_client]] = True
-    return [np.flatnonzero(is_drawn[:, label]) for label in range(classes)]
+    def _draw(self, stream: np.random.RandomState) -> list[Clients]:
+        """The clients of every class, in ascending order."""
+        all_classes = np.arange(self.classes)
+        is_drawn = np.zeros((self.clients, self.classes), dtype=bool)
+        order = all_classes.copy()
+        for client in range(self.clients):
+            order[:] = all_classes
+            # RandomState.choice(classes, per_client, replace=False) is equivalent, but slower.
+            stream.shuffle(order)
+            is_drawn[client, order[: self.per_client]] = True
+        return [np.flatnonzero(is_drawn[:, label]) for label in range(self.classes)]
 
 
 # Slow splits are stored in the cache folder. A Dirichlet split with alpha 0.05 takes minutes.
