@@ -31,8 +31,8 @@ from fedstill.data.sources.files import (
     check_ratio,
     check_size,
     file_errors,
+    max_data_bytes,
     memory_bytes,
-    most_bytes,
 )
 from fedstill.data.sources.image_sets import read_unlabelled
 from fedstill.data.sources.images import FORMATS, Pictures
@@ -98,7 +98,7 @@ def test_a_machine_that_does_not_say_what_it_has(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delattr(os, "sysconf")
     monkeypatch.setattr(files, "_GROUPS", ())
     monkeypatch.setattr("resource.getrlimit", lambda _: (-1, -1))
-    assert most_bytes() == 4 << 30
+    assert max_data_bytes() == 4 << 30
 
 
 def test_memory_that_ran_out_is_named_with_the_file_and_its_size(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from fedstill.core.files import check_windows_path
 from fedstill.data.dataset import DEFAULT_TEXT_LENGTH, PLURALS, DatasetInfo, Kind, ReadingOptions
 from fedstill.data.encoding import TableInputs, category_name
 from fedstill.data.sources.folders import likely_kind, local_folder
-from fedstill.data.tokens import BYTES
+from fedstill.data.tokens import BYTE_IDS
 
 # Paths and names of data sets: relative to the config's folder in a config, absolute in a run's
 # config.toml.
@@ -29,7 +29,7 @@ def absolute_path(path: str, base: Path | None, key: str) -> Path:
     """A path of a config as an absolute one. ``base``: the config's folder; None for the working
     directory.
 
-    Raises ConfigError for the key if the text cannot be a path. The path may be absent.
+    Raises WrongConfig for the key if the text cannot be a path. The path may be absent.
     """
     check_windows_path(path, key)
     try:
@@ -85,7 +85,7 @@ def _can_only_be_path(name: str, folder: str) -> bool:
 
 
 def read_data(experiment: Experiment) -> DataTable:
-    """``[data]``, with resolved names and absolute paths. Raises ConfigError for wrong values."""
+    """``[data]``, with resolved names and absolute paths. Raises WrongConfig for wrong values."""
     base = experiment.base
     data = DataTable.read(experiment.table("data"), "data")
     public = data.public_from
@@ -109,7 +109,7 @@ def read_data(experiment: Experiment) -> DataTable:
 def _backbone(table: Mapping[str, Any] | None, base: Path | None) -> Mapping[str, Any] | None:
     """``features_of``, the network whose features are the examples, with an absolute path.
 
-    Raises ConfigError if it lacks a name or a file, or has fields that the network lacks.
+    Raises WrongConfig if it lacks a name or a file, or has fields that the network lacks.
     """
     if table is None:
         return None
@@ -192,7 +192,7 @@ class UnseenExamples(NamedTuple):
 
 
 def unseen_kind(data: DataTable, flower: FlowerTable) -> Kind:
-    """The kind of examples that only sites have. Raises ConfigError if the config does not
+    """The kind of examples that only sites have. Raises WrongConfig if the config does not
     determine it.
     """
     if data.kind is not None:
@@ -213,7 +213,7 @@ def unseen_kind(data: DataTable, flower: FlowerTable) -> Kind:
 def unseen_examples(data: DataTable, flower: FlowerTable) -> UnseenExamples:
     """The form of examples that only sites have, which is the same at all sites.
 
-    Raises ConfigError if the config leaves it open, or contradicts itself.
+    Raises WrongConfig if the config leaves it open, or contradicts itself.
     """
     kind = unseen_kind(data, flower)
     if len(flower.classes) < 2:
@@ -245,7 +245,7 @@ def _derived_examples(kind: Kind, data: DataTable, flower: FlowerTable) -> Unsee
     they do not determine it.
     """
     if kind == "table":
-        about = _table_inputs(data).about
+        about = _table_inputs(data).info
         return UnseenExamples((len(about.features),), about)
     if kind == "text":
         length = data.length or DEFAULT_TEXT_LENGTH
@@ -268,7 +268,7 @@ def _wrong_shape(kind: Kind, shape: Sequence[int], legal: str) -> WrongConfig:
 def _table_inputs(data: DataTable) -> TableInputs:
     """The columns and categories of a table that only sites have.
 
-    All of them must be in the config, since nobody sees all data. Raises ConfigError otherwise.
+    All of them must be in the config, since nobody sees all data. Raises WrongConfig otherwise.
     """
     if not data.columns:
         raise wrong_value(
@@ -296,7 +296,7 @@ def _table_inputs(data: DataTable) -> TableInputs:
 
 
 def _vocabulary(data: DataTable, flower: FlowerTable) -> int:
-    """The number of token ids of texts that only sites have. Raises ConfigError if the config
+    """The number of token ids of texts that only sites have. Raises WrongConfig if the config
     leaves it open, or contradicts itself.
     """
     tokenizer = data.tokenizer or "words"
@@ -309,7 +309,7 @@ def _vocabulary(data: DataTable, flower: FlowerTable) -> int:
         return flower.vocabulary
     size = data.vocabulary or ReadingOptions.vocabulary
     if tokenizer == "bytes":
-        size = BYTES
+        size = BYTE_IDS
     if flower.vocabulary not in (None, size):
         raise wrong_value(
             "flower.vocabulary",

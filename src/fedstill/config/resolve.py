@@ -315,7 +315,7 @@ class Parts:
     @cached_property
     def plans(self) -> dict[str, Plan]:
         """The plan of each stage: the values of ``[plan]`` over the defaults of the method."""
-        rounds = self.stream.table.longest(self.top.rounds)
+        rounds = self.stream.table.lr_schedule_rounds(self.top.rounds)
         defaults = default_plans(self.method, self.named_topology)
         for table in self.packages.values():
             defaults |= table.stage_plans

@@ -132,7 +132,7 @@ class StreamTable(Table):
             )
         return tuple(accumulate(self.rounds[:-1], initial=1))
 
-    def longest(self, rounds: int) -> int:
+    def lr_schedule_rounds(self, rounds: int) -> int:
         """The number of rounds of the learning-rate schedule: that of the longest task if the
         schedule restarts with each task, or that of the run.
         """

@@ -79,7 +79,11 @@ def sentence(problem: Problem) -> str:
 
 
 class WrongConfig(ConfigError):
-    """The error for a config that cannot be run. ``problems`` has a record for each problem."""
+    """The error for a config that cannot be run. ``problems`` has a record for each problem.
+
+    The problems of all parts of a config are collected in one error. Another ConfigError, such as
+    one about a file that cannot be imported, is only reported once there are none of these.
+    """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)

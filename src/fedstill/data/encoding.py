@@ -36,10 +36,10 @@ class TableInputs:
     marked: tuple[str, ...] = ()
 
     @property
-    def about(self) -> DatasetInfo:
+    def info(self) -> DatasetInfo:
         """A data set's description with the names of the inputs, and the binary ones among them.
 
-        >>> TableInputs(("age", "sex"), {"sex": ("f", "m")}, ("age",)).about.features
+        >>> TableInputs(("age", "sex"), {"sex": ("f", "m")}, ("age",)).info.features
         ('age', 'sex=f', 'sex=m', 'age is missing')
         """
         features: list[str] = []
@@ -269,8 +269,8 @@ def first_position_of_column(about: DatasetInfo) -> dict[str, int]:
 def column_of_feature(about: DatasetInfo, feature: int) -> str:
     """The column of an input, given the input's position; not for marks.
 
-    >>> about = TableInputs(("age", "sex"), {"sex": ("f", "m")}).about
-    >>> column_of_feature(about, 0), column_of_feature(about, 2)
+    >>> info = TableInputs(("age", "sex"), {"sex": ("f", "m")}).info
+    >>> column_of_feature(info, 0), column_of_feature(info, 2)
     ('age', 'sex')
     """
     column = ""

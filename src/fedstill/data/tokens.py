@@ -26,7 +26,7 @@ from fedstill.core.codec import table_of_unique_keys
 from fedstill.core.errors import ConfigError, DataError, on_one_line
 from fedstill.core.files import digest, read_file
 
-BYTES = 257
+BYTE_IDS = 257
 """The number of token ids of ``"bytes"``: 256, and padding."""
 
 PADDING_NAMES = {"[PAD]", "<pad>", "<|pad|>", "[pad]", "<PAD>"}
@@ -104,9 +104,9 @@ def token_ids(texts: Sequence[str], tokenizer: str, vocabulary: int, length: int
             raise ConfigError(
                 f"data.vocabulary = {vocabulary} must be at least 2, because one id is padding"
             )
-        return _padded(_words(texts, vocabulary), len(texts), vocabulary, length)
+        return _padded(_ids_of_words(texts, vocabulary), len(texts), vocabulary, length)
     if tokenizer == "bytes":
-        return _padded(_bytes(texts), len(texts), BYTES, length)
+        return _padded(_ids_of_bytes(texts), len(texts), BYTE_IDS, length)
     if tokenizer.endswith(".json"):
         return _by_file(texts, Path(tokenizer), length)
     raise ConfigError(
@@ -118,7 +118,7 @@ ASCII_WORD = re.compile(r"\w+", re.ASCII)
 
 
 @functools.cache
-def _word() -> re.Pattern[str]:
+def _word_pattern() -> re.Pattern[str]:
     """The pattern of a word: a letter, digit or underscore, followed by any of these and marks.
 
     Vowel signs of Hindi and Thai are marks, for example.
@@ -128,12 +128,12 @@ def _word() -> re.Pattern[str]:
     return re.compile(rf"\w[\w{re.escape(marks)}]*")
 
 
-def _words(texts: Sequence[str], vocabulary: int) -> Iterator[Sequence[int]]:
+def _ids_of_words(texts: Sequence[str], vocabulary: int) -> Iterator[Sequence[int]]:
     ids: dict[str, int] = {}
     for index, text in enumerate(texts):
         normal = unicodedata.normalize("NFC", text.lower())
         # ASCII has no marks, and the pattern without marks is three times as fast.
-        pattern = ASCII_WORD if normal.isascii() else _word()
+        pattern = ASCII_WORD if normal.isascii() else _word_pattern()
         words = pattern.findall(normal)
         for word in words:
             if word not in ids:
@@ -141,7 +141,7 @@ def _words(texts: Sequence[str], vocabulary: int) -> Iterator[Sequence[int]]:
         yield [ids[word] for word in words]
 
 
-def _bytes(texts: Sequence[str]) -> Iterator[NDArray[np.int64]]:
+def _ids_of_bytes(texts: Sequence[str]) -> Iterator[NDArray[np.int64]]:
     for index, text in enumerate(texts):
         yield np.frombuffer(_utf8(text, index), dtype=np.uint8).astype(np.int64) + 1
 
@@ -251,21 +251,21 @@ def _check_growth(content: bytes) -> None:
         raise TypeError("it is not a JSON object")
     growth = 1.0
     for key in ("normalizer", "pre_tokenizer", "post_processor"):
-        for part in _parts(tree.get(key)):
+        for part in _nested_parts(tree.get(key)):
             growth *= max(1.0, _growth_by(part))
             if growth > MAX_GROWTH:
                 raise ValueError(f"its {key} lengthens texts by a factor of more than {MAX_GROWTH}")
 
 
-def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
+def _nested_parts(value: Any) -> Iterator[Mapping[str, Any]]:
     """A part of a tokenizer, and all nested parts."""
     if isinstance(value, Mapping):
         yield value
         for item in value.values():
-            yield from _parts(item)
+            yield from _nested_parts(item)
     elif isinstance(value, list):
         for item in value:
-            yield from _parts(item)
+            yield from _nested_parts(item)
 
 
 def _growth_by(part: Mapping[str, Any]) -> float:

@@ -142,7 +142,7 @@ class Facts:
         if self.features and len(self.features) != width:
             raise ValueError(f"{len(self.features)} names for {width} inputs")
         table = TableInputs.named_by(self.columns, self.features, self.marks)
-        fits = table.about.features == self.features and set(table.marked) <= set(self.columns)
+        fits = table.info.features == self.features and set(table.marked) <= set(self.columns)
         if self.columns and not fits:
             raise ValueError("the names of the inputs are not those of the columns")
         if self.mean or self.std:

@@ -303,7 +303,7 @@ def _with_mix(
     return np.sort(np.concatenate(subset))
 
 
-# ---- partitioners of Flower Datasets -------------------------------------------------------------
+# flower_datasets: the partitioners of Flower Datasets.
 
 _LABEL_COLUMN = "label"
 """The column of labels in the data set for the partitioner."""

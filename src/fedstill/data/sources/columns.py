@@ -228,7 +228,7 @@ def _table_values(source: str, tables: Tables, options: ReadingOptions) -> _Enco
         if name in categorical
     }
     inputs = TableInputs(options.columns, categories)
-    info = inputs.about
+    info = inputs.info
     values = {
         split: table_rows(f"{source}, {split}", table, info) for split, table in tables.items()
     }
@@ -239,7 +239,7 @@ def _table_values(source: str, tables: Tables, options: ReadingOptions) -> _Enco
     if not isinstance(marked, tuple):
         marked = _columns_with_gaps(values, info)
     marked_values = {split: with_marks(rows, info, marked) for split, rows in values.items()}
-    return _Encoded(marked_values, replace(inputs, marked=marked).about)
+    return _Encoded(marked_values, replace(inputs, marked=marked).info)
 
 
 def _columns_with_gaps(values: Mapping[str, NDArray[Any]], info: DatasetInfo) -> tuple[str, ...]:

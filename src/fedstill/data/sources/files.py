@@ -67,14 +67,14 @@ def memory_bytes() -> int:
     return min((limit for limit in limits if limit > 0), default=UNKNOWN_MEMORY)
 
 
-def most_bytes() -> int:
+def max_data_bytes() -> int:
     """The largest size of a data set in bytes."""
     return memory_bytes() // MEMORY_DIVISOR
 
 
 def check_size(source: str | Path, claimed: int) -> None:
     """Raise DataError for data whose claimed size exceeds the limit."""
-    most = most_bytes()
+    most = max_data_bytes()
     if claimed > most:
         raise DataError(
             f"{source} needs {size_text(claimed)} of memory, but data may use at most "
@@ -409,7 +409,8 @@ def _without_split_words(name: str) -> str:
     ('north', 'St-Anna')
     """
     pieces = re.split(r"([\W\d_]+)", name)
-    words, gaps = pieces[::2], ["", *pieces[1::2]]
+    words = pieces[::2]
+    gaps = ["", *pieces[1::2]]
     parts = [
         gap + word
         for gap, word in zip(gaps, words, strict=True)

@@ -79,7 +79,7 @@ def type_name(arrow_type: pa.DataType) -> str:
 
 
 def type_conflict(
-    where: str, name: str, arrow_type: pa.DataType, first: str, first_type: pa.DataType
+    part: str, name: str, arrow_type: pa.DataType, first_part: str, first_type: pa.DataType
 ) -> str:
     """The message about a column that has different types in two files or splits."""
     text = type_name(arrow_type)
@@ -88,8 +88,8 @@ def type_conflict(
         text = str(arrow_type)[:60]
         first_text = str(first_type)[:60]
     return (
-        f"{where}: column {name!r} holds {text}, but {first_text} in {first}; use the same type in "
-        "both"
+        f"{part}: column {name!r} holds {text}, but {first_text} in {first_part}; use the same "
+        "type in both"
     )
 
 
@@ -584,7 +584,7 @@ def _left_out_warning(schema: pa.Schema, options: ReadingOptions, label: str) ->
 
 
 def check_same_types(
-    where: str, table: pa.Table, first: str, first_table: pa.Table, schema: TableSchema
+    part: str, table: pa.Table, first_part: str, first_table: pa.Table, schema: TableSchema
 ) -> None:
     """Raise DataError if the type of an input column differs from its type in the first split.
 
@@ -598,7 +598,7 @@ def check_same_types(
         if name in categorical or has_null or type_name(field.type) == type_name(first_field.type):
             continue
         stray = stray_of(field) or stray_of(first_field)
-        conflict = type_conflict(where, name, field.type, first, first_field.type)
+        conflict = type_conflict(part, name, field.type, first_part, first_field.type)
         if stray:
             conflict = f"{conflict} ({stray})"
         raise DataError(conflict)

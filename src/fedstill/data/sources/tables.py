@@ -129,7 +129,7 @@ class ParquetFrame(FileFrame):
     @cached_property
     def rows(self) -> int:
         """The number of rows according to the files' metadata."""
-        return sum(ParquetFile.of(path).metadata.num_rows for path in self.files)
+        return sum(ParquetSource.of(path).metadata.num_rows for path in self.files)
 
     def labelled_images(self, image: str, label: str) -> Iterator[LabelledImage]:
         """Each row's encoded image and label.
@@ -138,26 +138,26 @@ class ParquetFrame(FileFrame):
         """
         for path in self.files:
             with table_errors(path):
-                yield from _labelled_images(ParquetFile.of(path), image, label)
+                yield from _labelled_images(ParquetSource.of(path), image, label)
 
     def _tables_of_files(self, names: Sequence[str]) -> list[pa.Table]:
         """Some columns of each file; DataError for a file that lacks one or exceeds the limits."""
         tables = []
         for path in self.files:
             with table_errors(path):
-                tables.append(self._table_of_file(ParquetFile.of(path), names))
+                tables.append(self._table_of_file(ParquetSource.of(path), names))
         return tables
 
-    def _table_of_file(self, file: ParquetFile, names: Sequence[str]) -> pa.Table:
-        _check_unique(file.path, list(map(nfc, file.schema.names)))
-        in_file = stored_names(file.schema)
+    def _table_of_file(self, source: ParquetSource, names: Sequence[str]) -> pa.Table:
+        _check_unique(source.path, list(map(nfc, source.schema.names)))
+        in_file = stored_names(source.schema)
         for name in names:
             if name not in in_file:
                 raise DataError(
-                    f"{file.path} has no column {name!r}, unlike {self.files[0].name}; add the "
+                    f"{source.path} has no column {name!r}, unlike {self.files[0].name}; add the "
                     "column, or list the columns to read in data.columns"
                 )
-        columns = _read_columns(file, [in_file[name] for name in names])
+        columns = _read_columns(source, [in_file[name] for name in names])
         return pa.table({name: columns[in_file[name]] for name in names})
 
 
@@ -187,7 +187,7 @@ def _check_unique(source: Path | str, names: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class ParquetFile:
+class ParquetSource:
     """A parquet file, its metadata, and the schema in them."""
 
     path: Path
@@ -195,7 +195,7 @@ class ParquetFile:
     schema: pa.Schema
 
     @staticmethod
-    def of(path: Path) -> ParquetFile:
+    def of(path: Path) -> ParquetSource:
         """The file; DataError if it has too many rows, regardless of their content."""
         with table_errors(path):
             metadata = pq.read_metadata(path)
@@ -206,7 +206,7 @@ class ParquetFile:
                 "write it again"
             )
         check_size(path, metadata.num_rows * EXAMPLE_BYTES)
-        return ParquetFile(path, metadata, metadata.schema.to_arrow_schema())
+        return ParquetSource(path, metadata, metadata.schema.to_arrow_schema())
 
     def opened(self, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
         """The open file. dictionaries: the columns to read as references to distinct values."""
@@ -275,7 +275,7 @@ BATCH_BYTES = 1 << 23
 """The approximate bytes in a batch of other columns, according to the file's metadata."""
 
 
-def _read_columns(source: ParquetFile, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
+def _read_columns(source: ParquetSource, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
     """Columns by name. Columns of fixed width are read together, other columns one by one.
 
     Raises DataError if the columns exceed the limits.
@@ -304,7 +304,7 @@ class _ColumnReader:
     ``file`` reads texts as dictionary references. Raises DataError if the bytes exceed the limit.
     """
 
-    source: ParquetFile
+    source: ParquetSource
     file: pq.ParquetFile
     bytes_read: int = 0
 
@@ -354,7 +354,7 @@ class _ColumnReader:
         return columns
 
 
-def _rows_a_batch(source: ParquetFile, names: Sequence[str]) -> dict[str, int]:
+def _rows_a_batch(source: ParquetSource, names: Sequence[str]) -> dict[str, int]:
     """The number of rows in a batch of lists, by column, from the numbers of values in the
     metadata.
     """
@@ -401,7 +401,7 @@ bytes.
 """
 
 
-def _labelled_images(source: ParquetFile, image: str, label: str) -> Iterator[LabelledImage]:
+def _labelled_images(source: ParquetSource, image: str, label: str) -> Iterator[LabelledImage]:
     """Each row's encoded image and label, from one file."""
     in_file = stored_names(source.schema)
     image = in_file.get(image, image)
@@ -440,7 +440,7 @@ def _encoded_image(value: Any, arrow_type: pa.DataType) -> dict[str, Any] | None
     return {"path": value}
 
 
-def _image_parts(source: ParquetFile, name: str) -> list[str]:
+def _image_parts(source: ParquetSource, name: str) -> list[str]:
     """The columns that contain images, or the parts of such a column: bytes, or paths of files.
 
     Raises DataError for other types.
@@ -464,7 +464,7 @@ def _image_parts(source: ParquetFile, name: str) -> list[str]:
     )
 
 
-def _check_label_column(source: ParquetFile, name: str) -> None:
+def _check_label_column(source: ParquetSource, name: str) -> None:
     """Raise DataError for a column that holds neither numbers nor names."""
     arrow_type = source.column_type(name)
     if pa.types.is_dictionary(arrow_type):
@@ -655,11 +655,11 @@ def _conflict_between_files(tables: Sequence[pa.Table], files: Sequence[Path]) -
     first: dict[str, tuple[str, pa.DataType]] = {}
     for path, table in zip(files, tables, strict=True):
         for field in table.schema:
-            where, first_type = first.setdefault(field.name, (path.name, field.type))
+            first_part, first_type = first.setdefault(field.name, (path.name, field.type))
             if pa.types.is_null(first_type):
                 first[field.name] = (path.name, field.type)
             elif _common_type([first_type, field.type]) is None:
-                return type_conflict(str(path), field.name, field.type, where, first_type)
+                return type_conflict(str(path), field.name, field.type, first_part, first_type)
     return ""
 
 
