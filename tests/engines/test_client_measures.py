@@ -18,7 +18,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage
 from fedstill.engines.client_measures import AtClient, ClientMeasures
-from fedstill.flower.engine import FlowerEngine, Truth
+from fedstill.flower.engine import FlowerEngine, KnownCounts
 from fedstill.flower.messages import Request, SiteReply
 from fedstill.measures.base import Measure, at_clients
 from fedstill.measures.choice import measures
@@ -137,7 +137,7 @@ def test_only_sites_with_tasks_of_their_own_may_be_idle(may_be_idle: bool) -> No
         ready.engine(),
         Idle(),
         lambda **_: None,  # type: ignore[arg-type,return-value]
-        truth=lambda client, round: Truth(may_be_idle=may_be_idle),
+        known_counts=lambda client, round: KnownCounts(may_be_idle=may_be_idle),
     )
     (reply,) = engine.run(ClientWork(), TRAIN, {0: Payload()}, 7)
     assert bool(reply.failure) is not may_be_idle

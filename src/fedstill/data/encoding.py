@@ -180,7 +180,7 @@ def distinct_values(column: pa.ChunkedArray) -> DistinctValues:
     if pa.types.is_nested(column.type):  # types that Arrow cannot compare
         return DistinctValues(column.to_pylist(), np.arange(len(column)))
     encoded = column.combine_chunks().dictionary_encode()
-    codes = np.from_dlpack(encoded.indices.fill_null(-1)).astype(np.int64)
+    codes = _filled(encoded.indices, -1).astype(np.int64)
     values = encoded.dictionary.to_pylist()
     nan = [index for index, value in enumerate(values) if is_missing(value)]
     codes[np.isin(codes, nan)] = -1
@@ -188,14 +188,25 @@ def distinct_values(column: pa.ChunkedArray) -> DistinctValues:
 
 
 def float_values(column: pa.ChunkedArray | pa.Array) -> NDArray[Any]:
-    """The numbers (n,) of a column of floats, with NaN for nulls. They may be read-only.
-
-    Arrow's own conversion imports pandas, which takes as long as reading a small file.
-    """
+    """The numbers (n,) of a column of floats, with NaN for nulls. They may be read-only."""
     array = column
     if isinstance(column, pa.ChunkedArray):
         array = column.combine_chunks()
-    return np.from_dlpack(array.fill_null(np.nan))
+    return _filled(array, np.nan)
+
+
+def _filled(array: pa.Array, value: float) -> NDArray[Any]:
+    """The numbers (n,) of an array, with a value for nulls. They may be read-only.
+
+    Arrow's own conversion of an array, and of a Python number to a scalar, imports pandas, which
+    takes as long as reading a small file.
+    """
+    kind = "i"
+    if pa.types.is_floating(array.type):
+        kind = "f"
+    numbers = np.array([value], dtype=f"{kind}{array.type.bit_width // 8}")
+    scalar = pa.Array.from_buffers(array.type, 1, [None, pa.py_buffer(numbers)])[0]
+    return np.from_dlpack(array.fill_null(scalar))
 
 
 def null_mask(array: pa.Array) -> NDArray[np.bool_]:
@@ -438,4 +449,4 @@ def _floats(array: pa.Array) -> Floats:
 
 def _sizes(array: pa.Array) -> NDArray[np.int64]:
     """The length of each list; 0 for null."""
-    return np.from_dlpack(pc.list_value_length(array).fill_null(0)).astype(np.int64)
+    return _filled(pc.list_value_length(array), 0).astype(np.int64)
