@@ -4,6 +4,7 @@ runs, by hand with -m slow.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import tiny_ranking
 from fedstill.benchmark.entries import Entry, find_entries, read_entry, suite_of
 from fedstill.benchmark.replays import draw_runs, replay_runs, worst_level
+from fedstill.running.directory import unpack
 
 ENTRIES = Path(__file__).parents[2] / "results" / "rank"
 
@@ -25,6 +27,16 @@ def entries_of(suites: str) -> list[Entry]:
         for pack in sorted(ENTRIES.glob(f"{suites}.*"))
         for place in find_entries(pack)
     ]
+
+
+def test_an_entry_beside_its_pack_is_found_once(tmp_path: Path) -> None:
+    name = "digits-chain.runs.tar.xz"
+    shutil.copy(ENTRIES / name, tmp_path / name)
+    packed = find_entries(tmp_path)
+    unpack(tmp_path / name)
+    unpacked = find_entries(tmp_path)
+    assert packed
+    assert [place.name for place in unpacked] == [place.name for place in packed]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import toys
 from double import NEAR
+from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import State
 from fedstill.methods.fit import queries_of
@@ -292,6 +293,12 @@ def test_a_server_does_phase_one_without_labels(over: str) -> None:
             adam.step()
     for c, params in students.items():
         check(params, plain.refined(net, c, 2, net).state_dict())
+
+
+def test_without_a_server_stage_phase_one_at_the_server_is_refused_before_the_run() -> None:
+    method = {"name": "qkt_light_server", "threshold": THRESHOLD}
+    with pytest.raises(IncompatibleMethod, match=r"topology\.server"):
+        ready(method, data={"public": 40}, topology={"clients": 6, "server": ""})
 
 
 def test_one_mean_and_the_ensemble_are_those_of_the_local_models() -> None:
