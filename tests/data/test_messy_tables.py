@@ -277,14 +277,17 @@ def test_the_lines_of_a_message_can_be_pasted() -> None:
     assert read.about.features == ("age", "sex=f", "sex=m", "on ward=A", "on ward=B")
 
 
-def test_a_schema_names_the_columns_that_are_left_out() -> None:
-    columns = {"age": [1.0, 2.0], "when": pa.array([0, 1], pa.timestamp("s")), "label": [0, 1]}
+def test_a_schema_explains_each_column() -> None:
+    times = pa.array([0, 1], pa.timestamp("s"))
+    columns = {"": [0, 1], "age": [1.0, 2.0], "when": times, "label": [0, 1]}
     pq.write_table(pa.table(columns), "mine.parquet")
     frame = ParquetFrame((Path("mine.parquet"),))
     schema = table_schema("mine", frame.schema, ReadRequest())
     assert schema is not None
-    assert (schema.inputs, schema.label) == (["age"], "label")
-    assert schema.left_out == "left out: when (timestamp)"
+    assert [role.role for role in schema.roles] == ["left out", "input", "left out", "label"]
+    assert len(str(schema).splitlines()) == len(columns)
+    assert "a column without a name (" in schema.left_out
+    assert "when (timestamp)" in schema.left_out
 
 
 # Size

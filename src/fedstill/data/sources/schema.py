@@ -1,4 +1,4 @@
-"""The schema of a table: the types of its columns, and the columns of inputs, labels and owners."""
+"""The schema of a table: the type and the role of each column, and the reason for its role."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -250,7 +250,7 @@ def _first_stray(path: str, column: pa.ChunkedArray) -> Stray | None:
     return Stray(f"{path}: example {row}", column[row].as_py()[:60])
 
 
-# The schema: the columns that are read, and the kind of examples.
+# The schema: the role of each column.
 
 
 SUGGESTED_CATEGORIES = 20
@@ -258,8 +258,26 @@ SUGGESTED_CATEGORIES = 20
 
 
 @dataclass(frozen=True)
+class ColumnRole:
+    """The type of a column, its role, and the reason for the role."""
+
+    name: str
+    type: str
+    role: Literal["input", "label", "owner", "split", "left out"]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.type}, {self.role} ({self.reason})"
+
+    @property
+    def label(self) -> str:
+        """The column's name for messages."""
+        return self.name or "a column without a name"
+
+
+@dataclass(frozen=True)
 class TableSchema:
-    """The columns of a table that are read, and their meaning."""
+    """The roles of the columns of a table. ``str(schema)`` explains every column."""
 
     options: ReadingOptions
     """The options with the resolved kind and the resolved input columns."""
@@ -267,8 +285,8 @@ class TableSchema:
     """The column of labels."""
     classes: tuple[str, ...] | None
     """The class names that the file declares."""
-    left_out: str = ""
-    """A warning about the columns that are not read; empty if the user chose the columns."""
+    roles: tuple[ColumnRole, ...]
+    """The roles of all columns."""
     has_checksums: bool = False
     """Whether the data are compared with known checksums."""
     chosen: bool = False
@@ -286,6 +304,18 @@ class TableSchema:
         """All columns to read."""
         extra_columns = [self.label, self.options.owner, self.options.split_column]
         return list(dict.fromkeys([*self.inputs, *filter(None, extra_columns)]))
+
+    @property
+    def left_out(self) -> str:
+        """A warning about the columns that are not read; empty if the user chose the columns."""
+        columns = [role for role in self.roles if role.role == "left out"]
+        if not columns or self.chosen:
+            return ""
+        names = [f"{column.label} ({column.reason})" for column in columns]
+        return f"left out: {shortened_list(names)}"
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.roles))
 
 
 def table_schema(
@@ -309,14 +339,12 @@ def table_schema(
     _check_strays(schema, options, options.columns or list(candidates.types))
     resolved = candidates.resolved(options, categories)
     chosen = bool(options.columns or options.input)
-    left_out = ""
-    if not chosen:
-        left_out = _left_out_warning(schema, resolved, label)
+    index = index_columns(schema)
     return TableSchema(
         options=resolved,
         label=label,
         classes=class_names(schema, label),
-        left_out=left_out,
+        roles=tuple(_role(field, resolved, label, index, chosen=chosen) for field in schema),
         has_checksums=request.has_checksums,
         chosen=chosen,
     )
@@ -563,24 +591,30 @@ def _toml_key(name: str) -> str:
     return _toml(name)
 
 
-def _left_out_warning(schema: pa.Schema, options: ReadingOptions, label: str) -> str:
-    """A warning about the columns of a file that are not read, or "".
-
-    options: with the resolved input columns. The unnamed index of a CSV file is not mentioned.
-    """
-    names_read = {"", label, options.input, *options.columns, options.owner, options.split_column}
-    index = index_columns(schema)
-    left_out = []
-    for field in schema:
-        if field.name in names_read:
-            continue
-        reason = type_name(field.type)
-        if field.name in index and holds_numbers(field.type):
-            reason = "the index of a pandas table"
-        left_out.append(f"{field.name} ({reason})")
-    if not left_out:
-        return ""
-    return f"left out: {shortened_list(left_out)}"
+def _role(
+    field: pa.Field, options: ReadingOptions, label: str, index: Collection[str], *, chosen: bool
+) -> ColumnRole:
+    """The role of a column. A column that is both input and owner has the role of an input."""
+    name = field.name
+    type_text = type_name(field.type)
+    if not name:  # like an option that is not set
+        return ColumnRole(name, type_text, "left out", type_text)
+    if name == label:
+        return ColumnRole(name, type_text, "label", "the column of labels")
+    if name == options.input or name in options.columns:
+        reason = f"all columns of {type_text} are"
+        if chosen:
+            reason = "chosen"
+        if name in dict(options.categorical):
+            reason = "a category"
+        return ColumnRole(name, type_text, "input", reason)
+    if name == options.owner:
+        return ColumnRole(name, type_text, "owner", "the owner of an example")
+    if name == options.split_column:
+        return ColumnRole(name, type_text, "split", "the split of an example")
+    if name in index and holds_numbers(field.type):
+        return ColumnRole(name, type_text, "left out", "the index of a pandas table")
+    return ColumnRole(name, type_text, "left out", type_text)
 
 
 def check_same_types(
