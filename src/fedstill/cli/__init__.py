@@ -19,7 +19,7 @@ from cyclopts import (
 )
 
 from fedstill import manifest
-from fedstill.cli.app import app, replace_unprintable_characters, say
+from fedstill.cli.app import app, first_imports, replace_unprintable_characters, say
 from fedstill.cli.spelling import (
     empty_value,
     missing_argument,
@@ -194,13 +194,8 @@ def call(tokens: list[str]) -> int:
 
 def _run(tokens: list[str]) -> int:
     """Run the command of a command line and return its exit code."""
-    # Imports create many lasting objects, which Python would search for circular references again
-    # and again.
-    gc.disable()
-    try:
+    with first_imports():
         _import_command(tokens)
-    finally:
-        gc.enable()
     command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
     keywords = {name: _with_home(value) for name, value in bound.kwargs.items()}
     result = command(*map(_with_home, bound.args), **keywords)

@@ -29,7 +29,7 @@ def absolute_path(path: str, base: Path | None, key: str) -> Path:
     """A path of a config as an absolute one. ``base``: the config's folder; None for the working
     directory.
 
-    Raises WrongConfig for the key if the text cannot be a path. The path may be absent.
+    Raises ConfigError for the key if the text cannot be a path. The path may be absent.
     """
     check_windows_path(path, key)
     try:
@@ -85,7 +85,7 @@ def _can_only_be_path(name: str, folder: str) -> bool:
 
 
 def read_data(experiment: Experiment) -> DataTable:
-    """``[data]``, with resolved names and absolute paths. Raises WrongConfig for wrong values."""
+    """``[data]``, with resolved names and absolute paths. Raises ConfigError for wrong values."""
     base = experiment.base
     data = DataTable.read(experiment.table("data"), "data")
     public = data.public_from
