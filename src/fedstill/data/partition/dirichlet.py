@@ -398,7 +398,6 @@ def hybrid(
     if hybrid_share == "equal_per_client":
         parts = _equal_parts(labels[remaining], skewed_clients, alpha, stream)
     else:
-        check_enough_examples("dirichlet", len(remaining), skewed_clients, min_size)
         parts = dirichlet(
             labels[remaining], skewed_clients, alpha, seed, min_size=min_size, max_tries=max_tries
         )

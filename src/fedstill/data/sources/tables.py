@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def table_errors(source: Path | str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class FileFrame:
+class FileFrame(ABC):
     """The concatenated rows of files."""
 
     files: tuple[Path, ...]
@@ -112,9 +113,9 @@ class FileFrame:
             raise
         return with_missing(table.select(list(names)), self.options.missing_values)
 
+    @abstractmethod
     def _tables_of_files(self, names: Sequence[str]) -> list[pa.Table]:
         """Some columns of each file."""
-        raise NotImplementedError
 
 
 class ParquetFrame(FileFrame):
