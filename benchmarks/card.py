@@ -44,6 +44,9 @@ SHORTEST = 10.0
 
 QUICK_ROUNDS = 3
 
+MOST_PROCESSES = 14
+"""The largest number of processes that test at the same time; each needs about 1 GB of a GPU."""
+
 RECORDED = ", recorded"
 """The end of the names of trainings whose steps may be recorded."""
 
@@ -161,7 +164,11 @@ class Plan:
 
     def suite(self) -> Part:
         """The tests of methods and engines on the device."""
-        fields: dict[str, Any] = {"paths": ["tests/methods", "tests/engines"], "processes": 6}
+        processes = max(1, min(MOST_PROCESSES, cores() - 2))
+        fields: dict[str, Any] = {
+            "paths": ["tests/methods", "tests/engines"],
+            "processes": processes,
+        }
         if self.quick:
             fields = {"paths": ["tests/engines/test_order.py"], "processes": 1}
         return Part(
@@ -194,6 +201,7 @@ class Plan:
             self.training("W4", "fedavg", seconds=15, engine="vectorised"),
             self.resumes(),
             self.suite(),
+            self.training("W1", "fedavg", seconds=20, engine="vectorised", rounds=20),
             self.training("W1", "fedntd", seconds=28),
             self.training("W2", "sfedkd", seconds=16, rounds=30),
             self.training("W2", "fedseq", seconds=16, rounds=30),
@@ -342,14 +350,17 @@ def same_bits(reports: Sequence[Report]) -> dict[str, bool]:
 # The file.
 
 
-def machine(device: str) -> dict[str, Any]:
-    """The device, its driver, and the versions of all programs."""
+def machine(device: str, commit: str = "") -> dict[str, Any]:
+    """The device, its driver, and the versions of all programs.
+
+    ``commit``: of this tree, if git cannot tell.
+    """
     about: dict[str, Any] = {
         "device": device_name(device),
         "processor": processor(),
         "cores": cores(),
         "fedstill": VERSION,
-        "commit": _commit(),
+        "commit": commit or _commit(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
     }
@@ -476,6 +487,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="smaller workloads, to try it out")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="of all parts together")
     parser.add_argument("--only", default="", help="parts whose name contains this")
+    parser.add_argument("--skip", default="nothing", help="no parts whose name contains this")
+    parser.add_argument("--commit", default="", help="of this tree, if it is no git repository")
     parser.add_argument("--out", type=Path, help="the file, instead of results/cards/DEVICE.json")
     options = parser.parse_args()
     if options.device != "cpu" and not torch.cuda.is_available():
@@ -483,8 +496,12 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(prefix="card-") as data:
         plan = Plan(device=options.device, quick=options.quick, data=data)
-        parts = [part for part in plan.parts() if options.only in part.name]
-        about = {"quick": options.quick, **machine(options.device)}
+        parts = [
+            part
+            for part in plan.parts()
+            if options.only in part.name and options.skip not in part.name
+        ]
+        about = {"quick": options.quick, **machine(options.device, options.commit)}
         card = Card(options.out or default_path(options.device), about, goals(options.device))
         card.measure(parts, 60 * options.minutes)
     card.show()
