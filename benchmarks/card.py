@@ -160,7 +160,7 @@ class Plan:
     def resumes(self) -> Part:
         """Resumes with and without recorded steps, in a chain, and with stacked clients."""
         runs = [("W2", "fedseq"), ("W2", "sfedkd"), ("W1", "fedntd"), ("W4", "fedavg")]
-        return self.part("bit-identical resumes", "resumes", {"runs": runs}, seconds=40)
+        return self.part("bit-identical resumes", "resumes", {"runs": runs}, seconds=60)
 
     def suite(self) -> Part:
         """The tests of methods and engines on the device."""
@@ -201,7 +201,7 @@ class Plan:
             self.training("W4", "fedavg", seconds=15, engine="vectorised"),
             self.resumes(),
             self.suite(),
-            self.training("W1", "fedavg", seconds=20, engine="vectorised", rounds=20),
+            self.training("W1", "fedavg", seconds=20, engine="pooled", rounds=20),
             self.training("W1", "fedntd", seconds=28),
             self.training("W2", "sfedkd", seconds=16, rounds=30),
             self.training("W2", "fedseq", seconds=16, rounds=30),

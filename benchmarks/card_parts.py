@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import statistics
 import sys
 import tempfile
@@ -304,9 +305,11 @@ def suite(fields: Mapping[str, Any]) -> dict[str, Any]:
     """
     import pytest
 
+    # Other plugins that happen to be installed may break the tests.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     processes: list[str] = []
     if fields["processes"] > 1 and find_spec("xdist"):
-        processes = ["-n", str(fields["processes"])]
+        processes = ["-p", "xdist", "-n", str(fields["processes"])]
     with tempfile.TemporaryDirectory(prefix="card-") as name:
         report = Path(name) / "tests.xml"
         options = ["-p", "no:cacheprovider", "-rf", "--tb=short", f"--junitxml={report}"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedstill.core import trees
 from fedstill.core.method import ClientWork
@@ -19,7 +19,7 @@ from fedstill.data.inputs import Inputs
 from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.passes import ModelPasses
-from fedstill.engines.stack import Stack, StackedStart, Structures
+from fedstill.engines.stack import Stack, StackedStart, Structures, convolved_by_products
 from fedstill.engines.step import frozen_teachers
 from fedstill.engines.vectorised import train_stack
 from fedstill.losses import cross_entropy, kd
@@ -355,3 +355,42 @@ def test_clients_whose_tensors_do_not_fit_on_each_other_have_other_structures(
     assert first != second
     like = {"params": {k: v + 1 for k, v in START.items()}, **one}
     assert structures.of(TrainingStart(**like), VIEWS[1]) == first, "values do not matter"
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "window",
+    [
+        {"kernel_size": 5, "padding": 2},
+        {"kernel_size": (3, 2), "stride": (2, 1), "padding": (1, 0)},
+        {"kernel_size": 3, "dilation": (2, 1)},
+        {"kernel_size": 3, "padding": "same"},
+    ],
+)
+def test_products_of_windows_are_convolutions(window: dict[str, Any], bias: bool) -> None:
+    """The convolution of stacked clients on a GPU, with its gradients."""
+    draw = torch.Generator().manual_seed(0)
+    layer = nn.Conv2d(3, 4, **window, bias=bias).double()
+    x = torch.randn(2, 5, 3, 9, 8, generator=draw, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(
+        2, *layer.weight.shape, generator=draw, dtype=torch.float64, requires_grad=True
+    )
+    biases = torch.randn(2, 4, generator=draw, dtype=torch.float64, requires_grad=True)
+    inputs = [x, weight]
+    if bias:
+        inputs.append(biases)
+
+    stacked = convolved_by_products(layer, x, weight, biases if bias else None)
+    alone = []
+    for k in range(2):
+        entries = {"weight": weight[k]}
+        if bias:
+            entries["bias"] = biases[k]
+        alone.append(torch.func.functional_call(layer, entries, x[k]))
+    torch.testing.assert_close(stacked, torch.stack(alone), rtol=0, atol=1e-12)
+
+    upstream = torch.randn(stacked.shape, generator=draw, dtype=torch.float64)
+    gradients = torch.autograd.grad(stacked, inputs, upstream)
+    expected = torch.autograd.grad(torch.stack(alone), inputs, upstream)
+    for gradient, value in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, value, rtol=0, atol=1e-11)

@@ -55,13 +55,27 @@ def test_small_steps_of_many_clients_are_stacked() -> None:
         suited_engine([StageWork(Plan(validation=0.5, patience=2), 10, {MLP}, 20.0)], "cpu").engine
         == "pooled"
     )
-    kind, why = suited_engine([few], "cuda")
+    kind, why = suited_engine([few], "mps")
     assert kind == "pooled"
-    assert "cuda" in why
-    large = contract.spec_for("cnn", (3, 32, 32), 10, {})
-    kind, why = suited_engine([few, StageWork(Plan(batch=50), 10, {large}, 500.0)], "cpu")
-    assert kind == "pooled"
-    assert "MFLOP" in why
+    assert "mps" in why
+
+
+def test_a_gpu_stacks_larger_steps_than_a_processor() -> None:
+    few = StageWork(Plan(batch=10), 10, {MLP}, examples=7.0)
+    papers = contract.spec_for("cnn", (3, 32, 32), 10, {})
+    residual = contract.spec_for("resnet18", (3, 32, 32), 10, {"norm": "group"})
+    engines = {}
+    for name, spec in (("papers", papers), ("residual", residual)):
+        for device in ("cpu", "cuda:1"):
+            choice = suited_engine([few, StageWork(Plan(batch=50), 10, {spec}, 500.0)], device)
+            assert "MFLOP" in choice.reason
+            engines[name, device] = choice.engine
+    assert engines == {
+        ("papers", "cpu"): "pooled",
+        ("papers", "cuda:1"): "vectorised",
+        ("residual", "cpu"): "pooled",
+        ("residual", "cuda:1"): "pooled",
+    }
 
 
 def auto(**changes: object):  # type: ignore[no-untyped-def]

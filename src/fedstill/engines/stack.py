@@ -37,9 +37,12 @@ from fedstill.models.network import MaxPool2d, Network, UnitVectors
 # The layers of a network that runs for a stack of clients.
 #
 # Under ``torch.func.vmap``, a convolution with a weight for each client becomes a convolution with
-# groups. The layers here do the same, but keep the memory order in which torch's kernels are
-# fastest, (image, row, column, client, channel), from one layer to the next. torch's own rule would
-# copy the input and the output of each layer into another order.
+# groups. On the CPU, the layers here do the same, but keep the memory order in which torch's
+# kernels are fastest, (image, row, column, client, channel), from one layer to the next. torch's
+# own rule would copy the input and the output of each layer into another order.
+#
+# On a GPU, a convolution with groups launches several kernels for each group. There, the layers
+# multiply the windows of all images with the weights, one batched product for all clients.
 
 
 STACKABLE_LAYERS = (
@@ -92,6 +95,11 @@ def _is_stackable(layer: nn.Module) -> bool:
 
 class _StackedConv2d(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
+        def multiply(
+            clients: int, x: Tensor, weight: Tensor, bias: Tensor | None
+        ) -> tuple[Tensor, int]:
+            return convolved_by_products(self, x, weight, bias), 0
+
         def convolve(
             clients: int, x: Tensor, weight: Tensor, bias: Tensor | None
         ) -> tuple[Tensor, int]:
@@ -106,23 +114,61 @@ class _StackedConv2d(nn.Conv2d):
             )
             return _split_by_client(channels, clients)
 
-        return _StackedLayer.apply(convolve, x, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
+        rule = convolve
+        if x.is_cuda and self.groups == 1:
+            rule = multiply
+        return _StackedLayer.apply(rule, x, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def convolved_by_products(
+    layer: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """A convolution without groups for each of K clients, as one batched matrix product.
+
+    x: (K, B, C, H, W); weight: (K, O, C, height, width); bias: (K, O). The result is (K, B, O,
+    rows, columns); in memory, the channels come last.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        # The windows are larger than the images, so the images are converted.
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    windows = functional.pad(x, layer._reversed_padding_repeated_twice)
+    for axis, size, stride, dilation in zip(
+        (3, 4), layer.kernel_size, layer.stride, layer.dilation, strict=True
+    ):
+        extent = dilation * (size - 1) + 1
+        windows = windows.unfold(axis, extent, stride)[..., ::dilation]
+    clients, images, _, rows, columns, *_ = windows.shape
+
+    # (K, B * rows * columns, height * width * C)
+    factors = windows.permute(0, 1, 3, 4, 5, 6, 2).flatten(4).flatten(1, 3)
+    weights = weight.permute(0, 3, 4, 2, 1).flatten(1, 3)
+    if bias is None:
+        products = factors @ weights
+    else:
+        products = torch.baddbmm(bias.unsqueeze(1), factors, weights)
+    return products.view(clients, images, rows, columns, -1).permute(0, 1, 4, 2, 3)
 
 
 class _StackedMaxPool2d(nn.MaxPool2d):
     def forward(self, x: Tensor) -> Tensor:
         def pool(clients: int, x: Tensor) -> tuple[Tensor, int]:
-            channels = functional.max_pool2d(
-                _side_by_side(x),
-                self.kernel_size,
-                stride=self.stride,
-                padding=self.padding,
-                dilation=self.dilation,
-                ceil_mode=self.ceil_mode,
-            )
-            return _split_by_client(channels, clients)
+            if x.is_cuda:
+                # The memory order of ``convolved_by_products``
+                images = self._pooled(x.flatten(0, 1))
+                return images.view(clients, -1, *images.shape[1:]), 0
+            return _split_by_client(self._pooled(_side_by_side(x)), clients)
 
         return _StackedLayer.apply(pool, x)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _pooled(self, x: Tensor) -> Tensor:
+        return functional.max_pool2d(
+            x,
+            self.kernel_size,
+            stride=self.stride,
+            padding=self.padding,
+            dilation=self.dilation,
+            ceil_mode=self.ceil_mode,
+        )
 
 
 class _StackedLinear(nn.Linear):
