@@ -19,6 +19,7 @@ from fedstill.engines.cuda_graphs import (
     MIN_STEPS,
     WARM_UP,
     Recording,
+    StepArguments,
     StepRecorder,
     WholeBatches,
     watched,
@@ -40,7 +41,7 @@ class Training:
         self.weight, self.extra, self.more, self.late = torch.zeros(1), torch.zeros(1), more, late
         self.asks, self.asked, self.calls = asks, False, 0
 
-    def act(self, inputs: StepInputs) -> dict[str, Tensor]:
+    def act(self, inputs: StepInputs, running: Tensor | None = None) -> dict[str, Tensor]:
         self.calls += 1
         if self.asks:
             self.asked = True
@@ -56,7 +57,6 @@ class Training:
             act=self.act,
             state=lambda: self.moves(),
             reads_epoch=lambda: self.asked,
-            batch_size=BATCH,
             batches=WholeBatches(total=steps, per_epoch=steps),
             kind="here",
         )
@@ -71,7 +71,10 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(
         Recording,
         "replay",
-        lambda self, inputs: (seen.append(len(inputs.y)), plain(self, inputs))[1],
+        lambda self, arguments: (
+            seen.append(len(arguments.inputs.y)),
+            plain(self, arguments),
+        )[1],
     )
     return seen
 
@@ -223,7 +226,7 @@ def test_a_client_that_diverged_is_no_reason_to_refuse_the_others(replays: list[
 def test_zeros_without_memory_are_watched_as_others() -> None:
     """Forward-mode derivatives have them."""
     x = torch.ones(2)
-    with watched(StepInputs(x, x, x, x, None, 0), [x], set()):
+    with watched(StepArguments(StepInputs(x, x, x, x, None, 0)), [x], set()):
         added = torch.add(x, torch._efficientzerotensor(2))
     assert added.tolist() == [1.0, 1.0]
 
@@ -281,7 +284,7 @@ def test_ctrl_c_while_a_step_is_recorded_is_ctrl_c(monkeypatch: pytest.MonkeyPat
 
 def test_what_a_step_makes_itself_it_may_write_into() -> None:
     own = torch.ones(3)
-    with watched(StepInputs(own, own, own, own, None, 0), [own], set()) as watch:
+    with watched(StepArguments(StepInputs(own, own, own, own, None, 0)), [own], set()) as watch:
         made = own.clone()
         made[:1].fill_(2.0)
         own.add_(made)

@@ -72,9 +72,11 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     plain = cuda_graphs.Recording.replay
 
-    def replay(self: cuda_graphs.Recording, inputs: Any) -> dict[str, Tensor]:
-        seen.append(len(inputs.y))
-        return plain(self, inputs)
+    def replay(
+        self: cuda_graphs.Recording, arguments: cuda_graphs.StepArguments
+    ) -> dict[str, Tensor]:
+        seen.append(len(arguments.inputs.y))
+        return plain(self, arguments)
 
     monkeypatch.setattr(cuda_graphs.Recording, "replay", replay)
     return seen
@@ -85,11 +87,12 @@ def both(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     rounds: int = 2,
+    engine: str = "serial",
     **changes: object,
 ) -> int:
     """Assert that replayed steps end at the bits of steps that are not; how many were replayed."""
     monkeypatch.setenv(hardware.REPLAY, "0")
-    ready = lambda: stacking.ready(name, "serial", device=DEVICE, **changes)  # noqa: E731
+    ready = lambda: stacking.ready(name, engine, device=DEVICE, **changes)  # noqa: E731
     plain, said, _ = stacking.rounds(ready(), rounds)
     assert not replays
     monkeypatch.setenv(hardware.REPLAY, "1")
@@ -124,6 +127,19 @@ def test_steps_are_replayed(
     # in the second round some have another teacher than in the first
     rounds = 2 if setting == "augmented" else 1
     assert both(replays, monkeypatch, name, rounds, **changed(setting, name, lr=0.01)) > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [(n, SETTINGS[0]) for n in METHODS] + [(n, s) for n in SOME for s in SETTINGS[1:]],
+)
+def test_steps_of_a_stack_end_at_the_bits_of_its_steps(
+    name: str, setting: str, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients of a stack have different numbers of examples, so some end before others."""
+    plan = {"lr": 0.01, "validation": 0.0, "patience": 0, "keep": "last"}
+    replayed = both(replays, monkeypatch, name, 1, "vectorised", **changed(setting, name, **plan))
+    assert replayed or name not in SOME
 
 
 @pytest.mark.parametrize(

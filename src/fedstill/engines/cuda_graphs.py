@@ -84,81 +84,119 @@ def whole_batches(plan: Plan, examples: int) -> WholeBatches:
     return WholeBatches(total, per_epoch)
 
 
+@dataclass(frozen=True)
+class StepArguments:
+    """The arguments of a step.
+
+    ``running``: whether each client of a stack is still training; None if all are.
+    """
+
+    inputs: StepInputs
+    running: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors, each once."""
+        values = [value for value in (*self.inputs, self.running) if isinstance(value, Tensor)]
+        return list({id(tensor): tensor for tensor in values}.values())
+
+    def clone(self) -> StepArguments:
+        """The same arguments in other memory."""
+        clones = {id(tensor): tensor.clone() for tensor in self.tensors()}
+        fields = self.inputs._asdict().items()
+        changed = {name: clones[id(value)] for name, value in fields if id(value) in clones}
+        return StepArguments(self.inputs._replace(**changed), clones.get(id(self.running)))
+
+
+class RecordingKey(NamedTuple):
+    """What all steps of a recording have in common. ``some_ended``: some clients of the stack have
+    completed their training.
+    """
+
+    epoch: int
+    some_ended: bool
+
+
 @dataclass
 class Recording:
-    """The kernels of a step, and the tensors with their inputs and terms."""
+    """The kernels of a step, and the tensors with their arguments and terms."""
 
     graph: torch.cuda.CUDAGraph
-    inputs: StepInputs
+    arguments: StepArguments
     terms: Terms
     is_verified: bool = False
     """Whether a replay on another batch than the recorded one has been compared with a step."""
 
-    def replay(self, inputs: StepInputs) -> Terms:
+    def replay(self, arguments: StepArguments) -> Terms:
         """The step on another batch of the same size."""
-        self.inputs.x.copy_(inputs.x)
-        self.inputs.y.copy_(inputs.y)
-        self.inputs.positions.copy_(inputs.positions)
+        for recorded, value in zip(self.arguments.tensors(), arguments.tensors(), strict=True):
+            recorded.copy_(value)
         self.graph.replay()
         return self.terms
 
 
 @dataclass(kw_only=True)
 class StepRecorder:
-    """Executes the training steps of one client, and records and replays them if it is
-    worthwhile.
+    """Executes the training steps of one client or of a stack, and records and replays them if it
+    is worthwhile.
     """
 
-    act: Callable[[StepInputs], Terms]
-    """Executes one step, and returns its terms."""
+    act: Callable[[StepInputs, Tensor | None], Terms]
+    """Executes one step of the clients that are still training, and returns its terms."""
     state: Callable[[], Sequence[Tensor]]
     """The tensors that steps change: parameters, and the optimiser's state."""
     reads_epoch: Callable[[], bool]
     """Whether the objective has read the epoch. A recording is then valid for one epoch."""
-    batch_size: int
     batches: WholeBatches
     kind: Hashable
     """The kind of the steps; all steps of a kind can be recorded, or none."""
-    recordings: dict[int, Recording] = field(default_factory=dict, init=False)
-    """By epoch."""
-    _steps: dict[int, int] = field(default_factory=dict, init=False)
-    """The number of steps without a recording, by epoch."""
+    recordings: dict[RecordingKey, Recording] = field(default_factory=dict, init=False)
+    _steps: dict[RecordingKey, int] = field(default_factory=dict, init=False)
+    """The number of steps without a recording."""
     _latest_watch: StepWatch | None = field(default=None, init=False)
+    _full_batch: torch.Size | None = field(default=None, init=False)
+    """The shape of the positions in the first batch, (B,) or (K, B) for K clients. Other batches
+    may be short.
+    """
 
-    def __call__(self, inputs: StepInputs) -> Terms:
+    def __call__(self, inputs: StepInputs, running: Tensor | None = None) -> Terms:
         """One step, with the result of ``act``."""
         if not self._may_replay(inputs):
-            return self.act(inputs)
+            return self.act(inputs, running)
         epoch = ANY_EPOCH
-        if self.reads_epoch():
-            epoch = int(inputs.epoch)
-        recording = self.recordings.get(epoch)
+        # The epochs of stacked clients are a tensor, and part of a recording.
+        if self.reads_epoch() and isinstance(inputs.epoch, int):
+            epoch = inputs.epoch
+        key = RecordingKey(epoch, running is not None)
+        arguments = StepArguments(inputs, running)
+        recording = self.recordings.get(key)
         if recording is None:
-            return self._warm_up(inputs, epoch)
+            return self._warm_up(arguments, key)
         if not recording.is_verified:
-            return self._verify(recording, inputs)
-        return recording.replay(inputs)
+            return self._verify(recording, arguments)
+        return recording.replay(arguments)
 
     def _may_replay(self, inputs: StepInputs) -> bool:
-        if len(inputs.y) != self.batch_size or self.kind in _refused:
+        if self._full_batch is None:
+            self._full_batch = inputs.positions.shape
+        if inputs.positions.shape != self._full_batch or self.kind in _refused:
             return False
-        if self.reads_epoch():
+        if self.reads_epoch() and isinstance(inputs.epoch, int):
             return self.batches.per_epoch >= MIN_STEPS
         return self.batches.total >= MIN_STEPS
 
-    def _warm_up(self, inputs: StepInputs, epoch: int) -> Terms:
+    def _warm_up(self, arguments: StepArguments, key: RecordingKey) -> Terms:
         """Execute a step before the recording, and record after the last one of them."""
-        step = self._steps.get(epoch, 0) + 1
-        self._steps[epoch] = step
+        step = self._steps.get(key, 0) + 1
+        self._steps[key] = step
         if step == 1:
-            return self.act(inputs)
+            return self._act(arguments)
 
         previous = self._latest_watch
         made_in_previous: Set[int] = frozenset()
         if previous is not None and step == WARM_UP:
             made_in_previous = previous.made
-        with watched(inputs, self.state(), made_in_previous) as watch:
-            terms = self.act(inputs)
+        with watched(arguments, self.state(), made_in_previous) as watch:
+            terms = self._act(arguments)
         self._latest_watch = watch
 
         if watch.cannot_replay:
@@ -167,38 +205,33 @@ class StepRecorder:
             if previous is not None and previous.operations != watch.operations:
                 self._refuse("its operations differ from those of the previous step")
             else:
-                self._record(inputs, epoch)
+                self._record(arguments, key)
         return terms
 
-    def _record(self, inputs: StepInputs, epoch: int) -> None:
+    def _act(self, arguments: StepArguments) -> Terms:
+        return self.act(arguments.inputs, arguments.running)
+
+    def _record(self, arguments: StepArguments, key: RecordingKey) -> None:
         """Record the kernels of a step, without computing it."""
         # A recording uses the memory of a step, and recordings of earlier epochs are not needed.
         self.recordings.clear()
         # Clones, because an objective may have cached results for the originals.
-        positions = inputs.positions.clone()
-        recorded = StepInputs(
-            x=inputs.x.clone(),
-            y=inputs.y.clone(),
-            positions=positions,
-            rows=positions,
-            mask=None,
-            epoch=inputs.epoch,
-        )
+        recorded = arguments.clone()
         state_ids = {id(tensor) for tensor in self.state()}
         pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                terms = self.act(recorded)
+                terms = self._act(recorded)
             finally:
                 graph.capture_end()
         except RuntimeError as error:
-            _clean_up(error, inputs.x.device, pool)
+            _clean_up(error, recorded.inputs.x.device, pool)
             self._refuse(on_one_line(error))
         else:
             detached = {name: value.detach() for name, value in terms.items()}
-            self.recordings[epoch] = Recording(graph, recorded, detached)
+            self.recordings[key] = Recording(graph, recorded, detached)
 
         for tensor in self.state():
             if id(tensor) not in state_ids:
@@ -206,7 +239,7 @@ class StepRecorder:
                 tensor.detach().zero_()
                 self._refuse("momentum starts late")
 
-    def _verify(self, recording: Recording, inputs: StepInputs) -> Terms:
+    def _verify(self, recording: Recording, arguments: StepArguments) -> Terms:
         """Execute a step twice from the same state: directly and as a replay. The recording is used
         from then on if all bits are equal.
 
@@ -217,7 +250,7 @@ class StepRecorder:
         start = _copies(state)
         random_state = torch.cuda.get_rng_state()
 
-        stepped = self.act(inputs)
+        stepped = self._act(arguments)
         terms = {name: value.detach().clone() for name, value in stepped.items()}
         if len(self.state()) != len(state):
             self._refuse("momentum starts late")
@@ -230,7 +263,7 @@ class StepRecorder:
 
         put(state, start)
         torch.cuda.set_rng_state(random_state)
-        replayed = recording.replay(inputs)
+        replayed = recording.replay(arguments)
         replayed_terms = [replayed[name] for name in terms]
         recording.is_verified = all_equal([*state, *replayed_terms], [*end, *terms.values()])
         if not recording.is_verified:
@@ -424,17 +457,17 @@ class StepWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def watched(
-    inputs: StepInputs, state: Sequence[Tensor], made_in_previous: Set[int]
+    arguments: StepArguments, state: Sequence[Tensor], made_in_previous: Set[int]
 ) -> Iterator[StepWatch]:
     """Watch a step and set ``cannot_replay``.
 
     In addition to single operations, this checks whether the host waited for the GPU, and whether
     the step drew from the generators of Python or NumPy.
     """
-    device = inputs.x.device
+    device = arguments.inputs.x.device
     random_state = (random.getstate(), _numpy_state())
-    # Inputs may reuse the memory of a tensor of the previous step.
-    made_in_previous = made_in_previous - _places([inputs.x, inputs.y, inputs.positions])
+    # Arguments may reuse the memory of a tensor of the previous step.
+    made_in_previous = made_in_previous - _places(arguments.tensors())
     with StepWatch(device, state, made_in_previous) as watch, _sync_warnings(device) as waits:
         yield watch
     if waits or random_state != (random.getstate(), _numpy_state()):

@@ -86,7 +86,7 @@ def train(work: ClientWork, start: TrainingStart, view: View, setup: TrainingSet
     setup = replace(setup, inputs=inputs)
     device = stage_examples(view, setup.stage).labels.device
     with (
-        _on_gpu(device, setup.precision),
+        on_gpu(device, setup.precision),
         _dropout_by_key(view, setup),
         closing(Training(work, LoneClient(start, view, setup))) as training,
     ):
@@ -94,7 +94,7 @@ def train(work: ClientWork, start: TrainingStart, view: View, setup: TrainingSet
 
 
 @contextmanager
-def _on_gpu(device: torch.device, precision: Precision) -> Iterator[None]:
+def on_gpu(device: torch.device, precision: Precision) -> Iterator[None]:
     """A separate CUDA stream with products of a precision; no effect on the CPU."""
     if device.type != "cuda":
         yield
@@ -172,7 +172,7 @@ class Training:
     def _make_recorder(self) -> StepRecorder | None:
         """The recorder of steps as CUDA graphs; None if steps are not recorded."""
         clients = self.clients
-        if not isinstance(clients, LoneClient) or not may_record_steps(clients.device):
+        if not may_record_steps(clients.device):
             return None
         # Batches of a rule vary in size, and after_step creates a new trace in every step.
         if self.setup.rule is not None or self.acts_after_step:
@@ -184,11 +184,11 @@ class Training:
             act=self._step,
             state=lambda: [*self.params.values(), *self.optimiser.state()],
             reads_epoch=lambda: self.networks.epoch_was_read,
-            batch_size=self.plan.batch,
-            batches=whole_batches(self.plan, clients.sizes[0]),
+            batches=whole_batches(self.plan, max(clients.sizes)),
             kind=(
                 type(self.work),
                 clients.view.model,
+                len(clients.sizes),
                 self.plan,
                 self.setup.precision,
                 self.setup.teacher_precision,
@@ -259,7 +259,7 @@ class Training:
         if self.setup.rule is not None:
             terms = self._step_by_rule(inputs, self.setup.rule)
         elif self.recorder is not None:
-            terms = self.recorder(inputs)
+            terms = self.recorder(inputs, batch.running)
         else:
             terms = self._step(inputs, batch.running)
         if terms:

@@ -9,6 +9,7 @@ import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -25,9 +26,8 @@ from fedstill.engines.clients import (
     stage_examples,
     uses_scores,
 )
-from fedstill.engines.devices import products
 from fedstill.engines.hardware import torch_threads
-from fedstill.engines.loop import Trained, Training
+from fedstill.engines.loop import Trained, Training, on_gpu
 from fedstill.engines.passes import activations
 from fedstill.engines.pooled import PooledEngine, SharedDraw
 from fedstill.engines.serial import ClientJob, StartedClient, TimedTraining
@@ -336,5 +336,8 @@ def train_stack(
     outcomes are those of ``train``.
     """
     device = stage_examples(views[0], setup.stage).labels.device
-    with products(setup.precision, device):
-        return Training(work, Stack(starts, views, setup)).run()
+    with (
+        on_gpu(device, setup.precision),
+        closing(Training(work, Stack(starts, views, setup))) as training,
+    ):
+        return training.run()
