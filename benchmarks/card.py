@@ -266,7 +266,7 @@ def carry_out(part: Part, limit: float) -> Report:
         finally:
             _kill_group(process)
         log.seek(0)
-        output = log.read().decode(errors="replace")
+        output = log.read().decode(errors="replace").replace(f"{ROOT}/", "")
 
     state = "done"
     if code:
@@ -413,17 +413,20 @@ class Card:
     goals: Sequence[Goal]
     reports: list[Report] = field(default_factory=list)
 
-    def add(self, report: Report) -> None:
-        """Add a report, and write the file."""
-        self.reports.append(report)
-        content = {
+    def content(self) -> dict[str, Any]:
+        """What the file contains."""
+        return {
             **self.about,
             "goals": [goal.compared(self.reports) for goal in self.goals],
             "same_bits_recorded": same_bits(self.reports),
             "parts": [asdict(report) for report in self.reports],
         }
+
+    def add(self, report: Report) -> None:
+        """Add a report, and write the file."""
+        self.reports.append(report)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, (json.dumps(content, indent=1) + "\n").encode())
+        write_whole(self.path, (json.dumps(self.content(), indent=1) + "\n").encode())
 
     def measure(self, parts: Sequence[Part], seconds: float) -> None:
         """Carry out parts, one after another, as long as ``seconds`` last."""
@@ -442,21 +445,19 @@ class Card:
         has_failed = any(report.state == "failed" for report in self.reports)
         return not has_failed and all(same_bits(self.reports).values())
 
-    def show(self) -> None:
-        """Print the reports and the goals."""
-        screen = terminal.console()
-        rows = [(report.name, report.state, *_figures(report)) for report in self.reports]
-        heads = ["", "", "rounds", "s a round", "s of all", "result"]
-        screen.print(terminal.PlainTable(heads, rows))
-        for name, is_same in same_bits(self.reports).items():
-            answer = "the same bits" if is_same else "OTHER BITS"
-            screen.print(f"{name}: recorded steps give {answer}")
-        for goal in self.goals:
-            compared = goal.compared(self.reports)
-            screen.print(
-                f"goal on an H100: {goal.name} below {goal.limit:g}; here {compared['measured']}"
-            )
-        screen.print(f"written: {self.path}", soft_wrap=True)
+
+def show(content: Mapping[str, Any]) -> None:
+    """Print the reports and the goals of a file."""
+    screen = terminal.console()
+    print(f"{content['device']}, commit {content['commit'][:12]}, torch {content['torch']}")
+    reports = [Report(**part) for part in content["parts"]]
+    rows = [(report.name, report.state, *_figures(report)) for report in reports]
+    screen.print(terminal.PlainTable(["", "", "rounds", "s a round", "s of all", "result"], rows))
+    for name, is_same in content["same_bits_recorded"].items():
+        answer = "the same bits" if is_same else "OTHER BITS"
+        print(f"{name}: recorded steps give {answer}")
+    for goal in content["goals"]:
+        print(f"goal on an H100: {goal['goal']} below {goal['below']:g}; here {goal['measured']}")
 
 
 def _figures(report: Report) -> tuple[str, str, str, str]:
@@ -470,7 +471,7 @@ def _figures(report: Report) -> tuple[str, str, str, str]:
     if "passed" in result:
         return "", "", "", f"{result['passed']} passed, {result['failed']} failed"
     if report.state != "done" and report.output:
-        return "", "", "", report.output[-1]
+        return "", "", "", f"{report.output[-1]:.60}"
     return "", "", "", ""
 
 
@@ -487,8 +488,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="parts whose name contains this")
     parser.add_argument("--skip", default="nothing", help="no parts whose name contains this")
     parser.add_argument("--commit", default="", help="of this tree, if it is no git repository")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="only print an existing file")
     parser.add_argument("--out", type=Path, help="the file, instead of results/cards/DEVICE.json")
     options = parser.parse_args()
+    if options.show:
+        show(json.loads(options.show.read_bytes()))
+        return 0
     if options.device != "cpu" and not torch.cuda.is_available():
         parser.error("--device: torch sees no CUDA device here; --device cpu --quick tries it out")
 
@@ -502,7 +507,8 @@ def main() -> int:
         about = {"quick": options.quick, **machine(options.device, options.commit)}
         card = Card(options.out or default_path(options.device), about, goals(options.device))
         card.measure(parts, 60 * options.minutes)
-    card.show()
+    show(card.content())
+    print(f"written: {card.path}")
     return int(not card.is_complete)
 
 
