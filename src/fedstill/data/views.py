@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Generic, Literal, TypeVar
 
 import numpy as np
@@ -351,7 +352,14 @@ class SiteViews:
         if self.tasks is not None:
             return self._examples_of_tasks(self.tasks, client, share, round)
         division = self.division(client, share, round)
-        return Division(self.train.take(division.train), self.train.take(division.held_out))
+        held_out = self._no_examples
+        if len(division.held_out):
+            held_out = self.train.take(division.held_out)
+        return Division(self.train.take(division.train), held_out)
+
+    @cached_property
+    def _no_examples(self) -> Examples:
+        return self.train.take(torch.arange(0))
 
     def _examples_of_tasks(
         self, tasks: TaskData, client: int, share: float, round: int

@@ -446,11 +446,12 @@ def _padded_batches(n: int, plan: Plan, order: torch.Generator) -> Tensor:
     orders = torch.stack(list(epoch_orders(n, plan, order)))  # (epochs, n)
     width = min(plan.batch, n)
     missing = -n % width
-    last_begin = n + missing - width
-    padding = orders[:, last_begin : last_begin + 1].expand(-1, missing)
-    padded = torch.cat([orders, padding], dim=1)
+    if missing:
+        last_begin = n + missing - width
+        padding = orders[:, last_begin : last_begin + 1].expand(-1, missing)
+        orders = torch.cat([orders, padding], dim=1)
     # Every epoch consists of full batches now, so batches can be numbered across epochs.
-    batches = padded.view(-1, width)
+    batches = orders.view(-1, width)
     if plan.steps:
         return batches[: plan.steps]
     return batches
