@@ -31,7 +31,7 @@ LONE = replace(LARGE, clients=1)
         ([SMALL, LONE], "cpu", "vectorised", "10 clients in a stage"),
         ([LONE], "cpu", "pooled", "one client acts at a time"),
         ([], "cpu", "pooled", "one client acts at a time"),
-        ([SMALL], "cuda", "pooled", "no measurements of stacking on cuda"),
+        ([SMALL], "mps", "pooled", "no measurements of stacking on mps"),
         ([replace(SMALL, clients=3)], "cpu", "pooled", "stacking needs at least 4"),
         ([SMALL, replace(SMALL, clients=2)], "cpu", "pooled", "2 clients in a stage"),
         (
@@ -54,7 +54,7 @@ LONE = replace(LARGE, clients=1)
         "chain beside",
         "chain",
         "nothing",
-        "cuda",
+        "mps",
         "few",
         "fewest",
         "best",

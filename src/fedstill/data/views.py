@@ -213,6 +213,11 @@ class SiteViews:
             return len(self.public or ())
         return len(self.positions(client))
 
+    @property
+    def has_own_tests(self) -> bool:
+        """Whether clients have test sets of their own, or of tasks."""
+        return bool(self.own_tests) or (self.tasks is not None and bool(self.tasks.tests))
+
     def first_client_below(self, size: int) -> int | None:
         """The first client with fewer than ``size`` examples; None if there is none, or at a real
         site.

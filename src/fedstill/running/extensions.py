@@ -104,10 +104,11 @@ def client_extensions(
     measured: ClientMeasures,
     metrics: RunMetrics,
     *,
+    has_own_tests: bool,
     is_real_site: bool,
 ) -> tuple[ClientHook, ...]:
     """The hooks of a run's clients. ``measured``: the measures that clients take; ``metrics``:
-    those of models on clients' own test sets.
+    those of models on clients' own test sets; ``has_own_tests``: whether there are such test sets.
     """
     hooks: list[ClientHook] = []
     if needs_label_totals(settings.plans):
@@ -124,7 +125,11 @@ def client_extensions(
                 as_histograms=settings.sites_test_rounds,
             )
         )
-    return (*hooks, measured, OwnTestSets(metrics, _histogram_stages(settings, is_real_site)))
+    if measured.named:
+        hooks.append(measured)
+    if has_own_tests:
+        hooks.append(OwnTestSets(metrics, _histogram_stages(settings, is_real_site)))
+    return tuple(hooks)
 
 
 def _histogram_stages(settings: Settings, is_real_site: bool) -> tuple[str, ...] | None:

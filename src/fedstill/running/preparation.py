@@ -132,6 +132,7 @@ class Prepared:
             self.world,
             client_measures,
             self.metrics,
+            has_own_tests=self.sites.has_own_tests,
             is_real_site=site and settings.on_sites,
         )
         return kind(
