@@ -8,7 +8,7 @@ import errno
 import json
 import logging
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,13 @@ from fedstill.engines import serial
 from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import Trained
 from fedstill.engines.passes import ModelPasses
-from fedstill.engines.reply_cache import LOCK_DIGITS, ReplyInputs, StoredReplies, key_of
+from fedstill.engines.reply_cache import (
+    LOCK_DIGITS,
+    CachedReply,
+    ReplyInputs,
+    StoredReplies,
+    key_of,
+)
 from fedstill.models import contract
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import reuse_bytes
@@ -106,6 +112,20 @@ def test_a_method_of_many_rounds_takes_the_same_models_to_compare_with(
     assert last["query_gain"] is not None
 
 
+@pytest.mark.parametrize("method", ["fedavg_once", "pfnm"])
+def test_the_states_of_clients_are_reused_with_their_replies(
+    cache: Path, tmp_path: Path, method: str
+) -> None:
+    """In each task, a client continues from its own model of the previous one."""
+    changes = {"topology": {"clients": 6}, "stream": {"kind": "classes", "tasks": 3}}
+    run(toys.toy(method, **changes), tmp_path / "anew", toys.blobs())
+    for name in ("first", "second"):
+        run(toys.toy(method, reuse=True, **changes), tmp_path / name, toys.blobs())
+        model = (tmp_path / name / "model.safetensors").read_bytes()
+        assert model == (tmp_path / "anew" / "model.safetensors").read_bytes()
+        assert bits(tmp_path / name) == bits(tmp_path / "anew")
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -127,7 +147,14 @@ def test_what_a_reply_depends_on_makes_another_key(
     assert fitted(fits) == [0, 1, 2, 3, 4, 5]
 
 
-def test_own_tests_are_part_of_what_a_reply_depends_on() -> None:
+@dataclass(frozen=True)
+class Weighted(ClientWork):
+    """A work with a tensor, of which ``repr`` shows the first and the last numbers."""
+
+    weights: torch.Tensor
+
+
+def test_own_tests_and_tensors_of_the_work_are_part_of_what_a_reply_depends_on() -> None:
     spec, draw = contract.spec_for("logistic", (4,), 3, {}), torch.Generator().manual_seed(1)
     own, test, other = (
         Examples(torch.randn(6, 4, generator=draw), torch.arange(6) % 3) for _ in range(3)
@@ -156,6 +183,12 @@ def test_own_tests_are_part_of_what_a_reply_depends_on() -> None:
         )
     }
     assert len(keys) == 3
+    large = torch.zeros(2000)
+    changed = large.clone()
+    changed[1000] = 1.0
+    assert repr(large) == repr(changed)
+    works = [Weighted(large), Weighted(changed), Weighted(large.clone())]
+    assert len({key_of(replace(inputs, work=work)) for work in works}) == 2
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other"])
@@ -228,9 +261,9 @@ def test_those_not_used_for_longest_make_room(
     size = max(p.stat().st_size for p in files)
     monkeypatch.setenv("FEDSTILL_REUSE_GB", str(3.5 * size / 1e9))
     kept = StoredReplies(cache, frozenset({"fit"}), reuse_bytes())
-    assert kept.reply(used.stem, Stage(1, 0, "fit", (0,)), pytest.fail).client >= 0
-    made = Reply(9, Payload(params={"w": torch.zeros(1)}), 1)
-    assert kept.reply("another", Stage(1, 0, "fit", (9,)), lambda: made) is made
+    assert kept.entry(used.stem, pytest.fail).reply.client >= 0
+    made = CachedReply(Reply(9, Payload(params={"w": torch.zeros(1)}), 1))
+    assert kept.entry("another", lambda: made) is made
     left = {p.stem for p in cache.glob("*.reply")}
     assert left == {"another", used.stem, files[0].stem, files[1].stem}
     assert sum(p.stat().st_size for p in cache.glob("*.reply")) <= 3.5 * size
@@ -243,15 +276,15 @@ def test_where_no_lock_can_be_written_what_is_kept_serves_and_one_line_warns(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = StoredReplies(cache, frozenset({"fit"}), reuse_bytes())
-    stage, made = Stage(1, 0, "fit", (0,)), Reply(0, Payload(params={"w": torch.zeros(1)}), 1)
-    kept.reply("before", stage, lambda: made)
+    made = CachedReply(Reply(0, Payload(params={"w": torch.zeros(1)}), 1))
+    kept.entry("before", lambda: made)
 
     def refused(lock: FileLock, *_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), lock.lock_file)
 
     monkeypatch.setattr(FileLock, "acquire", refused)
-    assert kept.reply("before", stage, pytest.fail).client == 0
-    assert kept.reply("another", stage, lambda: made) is made
+    assert kept.entry("before", pytest.fail).reply.client == 0
+    assert kept.entry("another", lambda: made) is made
     warned = [record.getMessage() for record in caplog.records]
     assert warned == [f"replies are not stored in {cache} for other runs: Read-only file system"]
 

@@ -85,8 +85,8 @@ class Method:
     (``client_predictors``).
     """
     reusable: ClassVar[frozenset[str]] = frozenset()
-    """The stages whose replies may be stored for other runs. They leave no client state, and their
-    replies depend only on the client's data, model, plan, seed and work.
+    """The stages whose replies may be stored for other runs. They depend only on the client's data,
+    model, state, plan, seed and work.
     """
 
     def __init_subclass__(cls, **arguments: Any) -> None:

@@ -1,7 +1,8 @@
 """A cache of replies that runs share. If clients train alone, the methods of a comparison reuse
 their replies instead of training again.
 
-A method declares the stages whose replies may be stored (``Method.reusable``). The key of a reply
+A method declares the stages whose replies may be stored (``Method.reusable``). The state of the
+client after the stage is stored with its reply. The key of a reply
 is the hash of everything that the reply depends on: the client's data, model, payload and state,
 the plan, the work and its fields, the keys of its random numbers (run seed, round, stage, client),
 the test set if a measure used it, this library's source, torch and the kind of processor.
@@ -31,7 +32,16 @@ from fedstill.core.codec import MAX_LOCAL_ENTRIES, decode, encoded_parts
 from fedstill.core.errors import BadPayload, DiskFull
 from fedstill.core.files import digest, read_file, remove, write_whole
 from fedstill.core.method import ClientWork
-from fedstill.core.records import Examples, ModelSpec, Payload, Plan, Reply, Stage, View
+from fedstill.core.records import (
+    NOTHING,
+    Examples,
+    ModelSpec,
+    Payload,
+    Plan,
+    Reply,
+    Stage,
+    View,
+)
 from fedstill.core.reports import METHOD_REPORT
 from fedstill.core.user_modules import class_identity, source_digest
 from fedstill.data.dataset import examples_digest
@@ -50,6 +60,14 @@ SHA_LENGTH = 64
 
 
 @dataclass(frozen=True)
+class CachedReply:
+    """A client's reply, and its state after the stage."""
+
+    reply: Reply
+    client_state: Payload = NOTHING
+
+
+@dataclass(frozen=True)
 class StoredReplies:
     """A folder of replies (an ``engines.serial.ReplyCache``)."""
 
@@ -59,12 +77,18 @@ class StoredReplies:
     max_bytes: int
     """The size of the folder above which the least recently used replies are deleted."""
 
-    def key(self, engine: SerialEngine, job: ClientJob) -> str:
-        """The key of a client's reply, in hexadecimal."""
-        return key_of(inputs_of(engine, job))
+    def reply(self, engine: SerialEngine, job: ClientJob, make: Callable[[], Reply]) -> Reply:
+        """The stored reply to a job, or the reply that ``make`` computes, which is then stored."""
 
-    def reply(self, key: str, stage: Stage, make: Callable[[], Reply]) -> Reply:
-        """The stored reply of a key, or the reply that ``make`` computes, which is then stored.
+        def compute() -> CachedReply:
+            return CachedReply(make(), engine.memory.held(job.client))
+
+        cached = self.entry(key_of(inputs_of(engine, job)), compute)
+        engine.memory.hold(job.client, cached.client_state)
+        return replace(cached.reply, round=job.stage.round, stage=job.stage.index)
+
+    def entry(self, key: str, compute: Callable[[], CachedReply]) -> CachedReply:
+        """The stored reply and state of a key, or new ones, which are then stored.
 
         If several processes need the same reply, one computes it and the others wait. If locks
         cannot be written to the folder, each process computes the reply, and a warning is printed
@@ -77,12 +101,12 @@ class StoredReplies:
             if stored is not None:
                 with contextlib.suppress(OSError):
                     os.utime(path)
-                return replace(stored, round=stage.round, stage=stage.index)
-            reply = make()
+                return stored
+            cached = compute()
             with contextlib.suppress(DiskFull, BadPayload):
-                write_whole(path, _serialised(reply))
+                write_whole(path, _serialised(cached))
                 self._make_room()
-        return reply
+        return cached
 
     @contextlib.contextmanager
     def _lock(self, key: str) -> Iterator[None]:
@@ -218,8 +242,16 @@ def _work_identity(work: ClientWork) -> list[Any]:
     """The work's class and its hyper-parameters."""
     values: dict[str, str] = {}
     if is_dataclass(work):
-        values = {field.name: repr(getattr(work, field.name)) for field in fields(work)}
+        values = {field.name: _value_identity(getattr(work, field.name)) for field in fields(work)}
     return [class_identity(type(work)), values]
+
+
+def _value_identity(value: object) -> str:
+    """A text that identifies the value of a field."""
+    if isinstance(value, torch.Tensor):
+        # repr would abbreviate a large tensor.
+        return digest(*encoded_parts(Payload(value=value)))
+    return repr(value)
 
 
 def _model_identity(model: ModelSpec) -> list[str]:
@@ -259,16 +291,18 @@ def _sources(root: Path) -> list[Path]:
 # A reply as bytes.
 
 
-def _serialised(reply: Reply) -> list[bytes | memoryview]:
-    """A reply as bytes in several parts, which begin with their SHA-256."""
+def _serialised(cached: CachedReply) -> list[bytes | memoryview]:
+    """A reply and a state as bytes in several parts, which begin with their SHA-256."""
+    reply = cached.reply
     fields = {"client": reply.client, "examples": reply.examples, "metrics": dict(reply.metrics)}
-    groups = {f"up {name}": group for name, group in reply.content.items()}
-    parts = encoded_parts(Payload({**groups, "rest": json.dumps(fields)}))
+    content = {f"up {name}": group for name, group in reply.content.items()}
+    state = {f"state {name}": group for name, group in cached.client_state.items()}
+    parts = encoded_parts(Payload({**content, **state, "rest": json.dumps(fields)}))
     return [digest(*parts).encode(), *parts]
 
 
-def _load(path: Path) -> Reply | None:
-    """The reply in a file; None if the file is missing or damaged."""
+def _load(path: Path) -> CachedReply | None:
+    """The reply and the state in a file; None if the file is missing or damaged."""
     try:
         serialised = read_file(path)
     except OSError:
@@ -282,20 +316,26 @@ def _load(path: Path) -> Reply | None:
         return None
 
 
-def _deserialised(serialised: bytes) -> Reply:
+def _deserialised(serialised: bytes) -> CachedReply:
     sha = serialised[:SHA_LENGTH]
     data = memoryview(serialised)[SHA_LENGTH:]
     if digest(data).encode() != sha:
         raise BadPayload("its SHA-256 does not match")
     payload = decode(data, entries=MAX_LOCAL_ENTRIES)
     fields = json.loads(str(payload["rest"]))
-    groups = {name.removeprefix("up "): group for name, group in payload.items() if name != "rest"}
-    return Reply(
+    reply = Reply(
         client=fields["client"],
-        content=Payload(groups),
+        content=_groups_with(payload, "up "),
         examples=fields["examples"],
         metrics=_with_zero_times(fields["metrics"]),
     )
+    return CachedReply(reply, _groups_with(payload, "state "))
+
+
+def _groups_with(payload: Payload, prefix: str) -> Payload:
+    """The groups whose names begin with a prefix, without it."""
+    names = [name for name in payload if name.startswith(prefix)]
+    return Payload({name.removeprefix(prefix): payload[name] for name in names})
 
 
 def _with_zero_times(metrics: Mapping[str, Any]) -> dict[str, Any]:

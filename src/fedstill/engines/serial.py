@@ -90,11 +90,10 @@ class ReplyCache(Protocol):
     def stages(self) -> frozenset[str]:
         """The stages whose replies may be reused."""
 
-    def key(self, engine: SerialEngine, job: ClientJob) -> str:
-        """The key of the reply to a job, which covers everything that the reply depends on."""
-
-    def reply(self, key: str, stage: Stage, make: Callable[[], Reply]) -> Reply:
-        """The cached reply of a key, or a new reply, which is then cached."""
+    def reply(self, engine: SerialEngine, job: ClientJob, make: Callable[[], Reply]) -> Reply:
+        """The cached reply to a job, or a new reply, which is then cached. In both cases, the
+        engine's memory holds the client's state after the stage.
+        """
 
 
 Version = tuple[str, str]
@@ -253,8 +252,7 @@ class SerialEngine:
         cache = self.reply_cache
         try:
             if cache is not None and job.stage.name in cache.stages:
-                key = cache.key(self, job)
-                return cache.reply(key, job.stage, lambda: self._new_reply(job))
+                return cache.reply(self, job, lambda: self._new_reply(job))
             return self._new_reply(job)
         except Exception as error:
             return self._failed(job.work, job.stage, [job.client], error)[0]
