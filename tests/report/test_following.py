@@ -145,6 +145,9 @@ def test_a_journal_is_read_on_from_where_it_ended(outcomes: list[Outcome]) -> No
         "a run that goes on cuts what its checkpoint does not know"
     )
     assert after(start + first + second) == (2, 0.2)
+    one.state = "failed"
+    third = '{"event":"round","round":3,"accuracy":0.3}\n'
+    assert after(start + first + second + third) == (3, 0.3), "the last rounds before it failed"
 
 
 def test_a_comparison_says_which_run_ended_and_how_far_all_are(

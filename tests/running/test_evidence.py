@@ -204,6 +204,32 @@ def test_an_empty_folder_is_no_hindrance(runs: Path) -> None:
     assert len(find([evidence.unpack(packed)])) == 2
 
 
+@pytest.mark.parametrize("renames", [1, 2])
+def test_a_folder_survives_an_interrupt_while_it_is_replaced(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    packed = evidence.pack(runs)
+    gone(runs)
+    runs.mkdir()
+    (runs / "notes.txt").write_text("mine")
+    rename = Path.rename
+    calls: list[Path] = []
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if {self, target} & {runs}:
+            calls.append(self)
+            if len(calls) == renames:
+                raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evidence.unpack(packed)
+    assert (runs / "notes.txt").read_text() == "mine"
+    monkeypatch.undo()
+    assert len(find([evidence.unpack(packed)])) == 2
+
+
 def test_a_half_read_pack_is_seen_by_nobody(runs: Path) -> None:
     shutil.copytree(runs, runs.parent / f".{runs.name}.killed" / "runs")
     assert len(find([runs.parent])) == 2

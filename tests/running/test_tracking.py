@@ -246,6 +246,8 @@ def test_what_cannot_be_tracked_is_refused_before_there_is_a_directory(
         run(toys.toy(), tmp_path / "run", toys.blobs(), track="mlfow")
     with pytest.raises(ConfigError, match="neither a name"):
         run(toys.toy(), tmp_path / "run", toys.blobs(), track=[Kept])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="two trackers have the name Kept"):
+        run(toys.toy(), tmp_path / "run", toys.blobs(), track=[Kept(), Kept()])
     modules = {"mlflow": "mlflow", "wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, module, None)

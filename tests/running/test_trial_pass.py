@@ -109,6 +109,21 @@ def test_plans_that_need_scores_need_held_out_data() -> None:
     ]
 
 
+def test_patience_is_not_said_to_do_nothing_where_public_labels_give_the_score() -> None:
+    scored = {"patience": 2, "keep": "best", "validation": 0.0}
+    plan = {"epochs": 3, "batch": 10, "validation": 0.2, "transfer": scored, "refine": scored}
+    changes = {
+        "rounds": 1,
+        "topology": {"clients": 6},
+        "query": {"draw": "single", "fewer_than": 5},
+    }
+    settings = resolve(toys.toy("qkt_var_e", plan=plan, data={"public": 20}, **changes))
+    said = [w for w in setting_warnings(prepare(settings, toys.blobs())) if "patience" in w]
+    labelled = settings.method.labelled
+    assert labelled
+    assert not [w for w in said for stage in labelled if f"plan.{stage}." in w]
+
+
 def test_probabilities_are_said() -> None:
     (line,) = (said for said in setting_warnings(ready("toy_softmax")) if "toy_softmax" in said)
     assert "forward()" in line

@@ -75,7 +75,9 @@ class StoredReplies:
     stages: frozenset[str]
     """The names of the stages whose replies may be stored."""
     max_bytes: int
-    """The size of the folder above which the least recently used replies are deleted."""
+    """The size of the folder above which the least recently used replies are deleted; 0: nothing
+    is stored, and all replies are deleted.
+    """
 
     def reply(self, engine: SerialEngine, job: ClientJob, make: Callable[[], Reply]) -> Reply:
         """The stored reply to a job, or the reply that ``make`` computes, which is then stored."""
@@ -95,6 +97,9 @@ class StoredReplies:
         once. A damaged file is logged and treated as missing. If a reply cannot be written, it is
         not stored. The times of a stored reply are 0, except ``seconds_reused``.
         """
+        if not self.max_bytes:
+            self._make_room()
+            return compute()
         path = self.folder / f"{key}.reply"
         with self._lock(key):
             stored = _load(path)

@@ -501,7 +501,7 @@ class Outcome:
     def follow(self) -> None:
         """Read the rounds that were added to the run's journal since the last call."""
         path = self.variant.folder / "journal.jsonl"
-        if self.state not in ("running", "finished") or not path.is_file():
+        if self.state == "waiting" or not path.is_file():
             return
         size = path.stat().st_size
         if size == self._read:

@@ -681,8 +681,15 @@ def unpack(packed: Path) -> Path:
         unpacked = _unpack_to(packed, Path(temporary) / "runs")
         _check_no_overlap(packed, folder, unpacked)
         shutil.copytree(folder, unpacked, symlinks=True, dirs_exist_ok=True)
-        folder.rename(Path(temporary) / "before")
-        unpacked.rename(folder)
+        before = Path(temporary) / "before"
+        try:
+            folder.rename(before)
+            unpacked.rename(folder)
+        except BaseException:
+            # The temporary folder is deleted with everything in it.
+            if before.exists() and not folder.exists():
+                before.rename(folder)
+            raise
     return folder
 
 

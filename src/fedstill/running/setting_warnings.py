@@ -123,7 +123,8 @@ def _plan_warnings(stage: str, plan: Plan, method: Method) -> Iterator[str]:
     """Warnings about patience without held-out data, and about SGD's learning rate for another
     optimiser.
     """
-    if plan.patience and not plan.validation:
+    may_score_public_data = plan.keep == "best" and stage in method.labelled
+    if plan.patience and not plan.validation and not may_score_public_data:
         yield (
             f"plan.{stage}.patience = {plan.patience} does nothing without held-out data to score "
             f"by; set plan.{stage}.validation, for example to 0.1"

@@ -381,11 +381,16 @@ Named = dict[str, Tracker]
 def ready_trackers(track: Track) -> Named:
     """The trackers in ``track``, ready for a run.
 
-    Raises UnknownName, or ConfigError if a tracker cannot be used.
+    Raises UnknownName, or ConfigError if a tracker cannot be used, or two have the same name.
     """
-    trackers = dict(_named_trackers(track))
-    for tracker in trackers.values():
+    trackers: Named = {}
+    for name, tracker in _named_trackers(track):
+        if name in trackers:
+            raise ConfigError(
+                f"track: two trackers have the name {name}; give each of them a class of its own"
+            )
         tracker.ready()
+        trackers[name] = tracker
     return trackers
 
 
