@@ -335,6 +335,44 @@ def test_many_parts_are_refused_by_their_number(monkeypatch: pytest.MonkeyPatch)
     assert "limit of 2" in said
 
 
+def unconfirmed(server: Server, monkeypatch: pytest.MonkeyPatch, **handlers: Any) -> None:
+    """Let confirmations to a server fail, and replace other handlers."""
+    import httpx
+
+    def fail(request: object) -> None:
+        raise httpx.ConnectError("no confirmation")
+
+    grid = server.grid()
+    client = grid._runtime_client
+    client.ConfirmMessageReceived = fail
+    for name, handler in handlers.items():
+        setattr(client, name, handler)
+    monkeypatch.setattr(server, "grid", lambda: grid)
+
+
+def test_a_complete_reply_needs_no_confirmation(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(1)
+    unconfirmed(server, monkeypatch)
+    beside(lambda: server.answer(0, good(0, size=10)))
+    assert asked(server, Patience(deadline=20, retries=0)) == [""]
+
+
+def test_a_failed_confirmation_does_not_hide_that_a_reply_was_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import httpx
+
+    def fail(request: object) -> None:
+        raise httpx.ReadError("no part")
+
+    server = Server(1)
+    unconfirmed(server, monkeypatch, PullObject=fail)
+    beside(lambda: server.answer(0, good(0, size=10)))
+    (failure,) = asked(server, Patience(deadline=20, retries=0))
+    assert failure.startswith("the reply could not be fetched")
+    assert "no part" in failure
+
+
 def test_what_was_fetched_is_kept_at_the_server_no_longer() -> None:
     server = Server(1)
     beside(lambda: server.answer(0, good(0, size=10)))

@@ -164,6 +164,27 @@ def test_a_site_that_is_removed_while_it_works_is_not_waited_for(
     assert 30 < now.time < 45
 
 
+def test_a_run_survives_a_server_that_does_not_list_its_clients_for_a_while(
+    now: SimpleNamespace,
+) -> None:
+    request = Request("1", "", "", "run", 1, Stage(1, 0, "fit", (1,)))
+    nodes = Nodes({0})
+    attempts: list[float] = []
+
+    def registered() -> set[int]:
+        attempts.append(now.time)
+        if now.time < 30:
+            raise control.NotListening("the server cannot be reached")
+        return nodes.clients
+
+    nodes.registered = registered  # type: ignore[method-assign]
+    fleet = Fleet(nodes, Patience(deadline=600), now)  # type: ignore[arg-type]
+    (answer,) = fleet.ask([request])
+    assert "not in the federation" in answer.failure
+    assert len(attempts) == 4
+    assert 30 <= now.time < 45
+
+
 # What the operator sees
 
 

@@ -9,10 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fedstill.core.errors import BadPayload, cut_reason, on_one_line
+from fedstill.core.errors import BadPayload, DeployFailed, cut_reason, on_one_line
 from fedstill.flower.messages import (
     RAISED,
     STAGE,
@@ -141,6 +142,7 @@ class _Fetch:
         from flwr.app import Message
         from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
         from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+        from httpx import HTTPError
 
         client = self.grid._runtime_client
         run = self.grid.run.run_id
@@ -150,8 +152,10 @@ class _Fetch:
         try:
             parts = self._parts(client, run)
         finally:
-            # After this the server deletes the reply.
-            client.ConfirmMessageReceived(received)
+            # After this the server deletes the reply. If it fails, a complete reply is still valid,
+            # and the reason why a reply was lost still holds.
+            with suppress(HTTPError):
+                client.ConfirmMessageReceived(received)
         self._check_size(unfolded(parts))
         message = inflate_object_from_contents(self.root, parts)
         if not isinstance(message, Message):
@@ -345,7 +349,11 @@ class Fleet:
         if registered is None or self.clock.monotonic() < looked_at + MEMBERS_SECONDS:
             return
         self._looked_at = self.clock.monotonic()
-        clients = registered()
+        try:
+            clients = registered()
+        except DeployFailed:
+            # A server that does not answer is asked again later.
+            return
         for call in calls:
             if call.request.client not in clients:
                 call.answer = _failed(call.request, "is not in the federation: no key is listed")
