@@ -33,7 +33,7 @@ SHORT = toys.toy(
     rounds=2,
     topology={"clients": CLIENTS, "sampled": CLIENTS},
     plan={"epochs": 1, "batch": 10, "lr": 0.1},
-    measure=("local", "epochs", "private_public"),
+    measure=("local", "epochs", "personal", "private_public", "contributions"),
     data={"public": toys.PUBLIC},
     measure_every=1,
 )
@@ -127,7 +127,34 @@ ATTACKS: dict[str, tuple[Callable[[Header], Any], str]] = {
         right(lambda n: [10**6, *n[1:]]),
         "more correct predictions than there are test examples",
     ),
-    "label counts of others": (metrics(label_counts=[7] * C), "'label_counts' is not what it has"),
+    "more right than test examples, in personal": (
+        metrics(tested_right=[10**6] * C),
+        "more correct predictions than there are test examples",
+    ),
+    "more training examples than it has": (
+        metrics(trained_counts=[10**6] * C),
+        "'trained_counts' counts more examples than there are",
+    ),
+    "more right before its work than test examples": (
+        metrics(correct_before=[99] * C, correct_after=[0] * C),
+        "more correct predictions than there are test examples",
+    ),
+    "more right than examples of a class": (
+        metrics(correct_before=[0] * C, correct_after=[101] * C),
+        "correct_after is above 100 for a class",
+    ),
+    "counts before its work alone": (
+        metrics(correct_before=[0] * C),
+        "it has correct_before without the other counts",
+    ),
+    "counts after its work alone": (
+        metrics(correct_after=[0] * C),
+        "it has correct_after without the other counts",
+    ),
+    "label counts of others": (
+        metrics(label_counts=[7] * C),
+        "'label_counts' differs from its data",
+    ),
     "no label counts": (without("label_counts"), "correct_by_class comes without label_counts"),
     "epochs of another length": (
         metrics(correct_by_epoch=[[0] * C, [0]]),

@@ -180,20 +180,27 @@ def false_claim(examples: int, fields: Mapping[str, Any], known_counts: KnownCou
     )
 
 
+_TEST_COUNTS = ("correct_by_class", "tested_right", "correct_before", "correct_after")
+"""Fields of reports with correct predictions by class on the common test set."""
+
+
 def _false_own(examples: int, fields: Mapping[str, Any], train: Sequence[int] | None) -> str:
     if train is None:
         return ""
     if examples > sum(train):
         return f"claims {examples} examples, but has {sum(train)}"
     if "label_counts" in fields and list(fields["label_counts"]) != list(train):
-        return "its report 'label_counts' is not what it has"
+        return "its report 'label_counts' differs from its data"
+    if _exceeds(fields.get("trained_counts", ()), train):
+        return "its report 'trained_counts' counts more examples than there are"
     return ""
 
 
 def _false_tests(fields: Mapping[str, Any], test: Sequence[int] | None) -> str:
     if test is None:
         return ""
-    rows = [fields.get("correct_by_class", ()), *fields.get("correct_by_epoch", ())]
+    rows = [fields.get(name, ()) for name in _TEST_COUNTS]
+    rows += fields.get("correct_by_epoch", ())
     if any(len(row) not in (0, len(test)) or _exceeds(row, test) for row in rows):
         return "its report has more correct predictions than there are test examples"
     return ""

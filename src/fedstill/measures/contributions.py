@@ -393,8 +393,19 @@ class Contributions(Measure):
         }
 
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
-        """Counts must be lists with an integer for each class."""
-        return are_counts(report, self.gives, classes)
+        """Counts must be lists with an integer for each class, and complete. A class has at most
+        ``MOST_EXAMPLES`` test examples.
+        """
+        names = [name for name in self.gives if name in report]
+        if names not in ([], list(self.gives)):
+            return f"it has {', '.join(names)} without the other counts"
+        problem = are_counts(report, self.gives, classes)
+        if problem:
+            return problem
+        for name in names:
+            if max(report[name]) > MOST_EXAMPLES:
+                return f"{name} is above {MOST_EXAMPLES} for a class"
+        return ""
 
     def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
         """The model ("global" or "own"), its class accuracies before and after the stage, the parts
