@@ -422,6 +422,21 @@ def test_class_names_make_labels_the_same_at_all_sites() -> None:
     assert labels_of(own, own.train, facts).tolist() == [2, 0, 2, 0]
 
 
+@pytest.mark.parametrize(
+    ("classes", "labels"),
+    [(("1", "0"), [1, 0, 1, 0]), (("0", "1", "2"), [0, 1, 0, 1]), (("cat", "dog"), [0, 1, 0, 1])],
+)
+def test_numbers_are_matched_by_name_if_the_run_lists_them(
+    classes: tuple[str, ...], labels: list[int]
+) -> None:
+    from fedstill.data.sources import from_tensors
+    from fedstill.flower.site_data import labels_of
+
+    images, numbers = torch.zeros(4, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1, 0, 1])
+    own = from_tensors("own", (images, numbers), (images, numbers), classes=["0", "1"])
+    assert labels_of(own, own.train, Facts(classes, (1, 4, 4))).tolist() == labels
+
+
 def test_a_site_reads_its_images_as_the_run_does_and_reports_what_it_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

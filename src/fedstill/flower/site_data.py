@@ -190,8 +190,8 @@ def _default_origin(facts: Facts) -> str:
 
 
 def labels_of(own: Dataset, examples: Examples, facts: Facts) -> Tensor:
-    """A site's labels as the ids that all sites share. Names are mapped by class name, and numbers
-    are used directly.
+    """A site's labels as the ids that all sites share. They are mapped by class name. Numbers that
+    are not names of the run's classes are used directly.
 
     Raises Refused for examples of another shape, or for an unknown class.
     """
@@ -201,11 +201,11 @@ def labels_of(own: Dataset, examples: Examples, facts: Facts) -> Tensor:
             f"not {facts.shape}",
             "shape",
         )
-    numbered = own.classes == tuple(str(i) for i in range(len(own.classes)))
-    if numbered and len(own.classes) <= len(facts.classes):
-        return examples.labels
     listed = [nfc(name) for name in facts.classes]
     unknown = [name for name in own.classes if name not in listed]
+    is_numbered = own.classes == tuple(str(i) for i in range(len(own.classes)))
+    if unknown and is_numbered and len(own.classes) <= len(facts.classes):
+        return examples.labels
     if unknown:
         raise Refused(
             f"this site has a class {unknown[0]!r} that the server does not list", "classes"
