@@ -4,13 +4,21 @@ twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import toys
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import DeployFailed
+from fedstill.flower import remote_runs
 from fedstill.flower.deployment.control import Control, NoAnswer, NotListening, when_it_listens
+from fedstill.running.recording import Quiet
+from fedstill.running.runner import run
 
 httpx = pytest.importorskip("httpx")
 control_client = pytest.importorskip("flwr.supercore.control").ControlHttpClient
@@ -74,3 +82,56 @@ def test_a_run_of_which_the_server_does_not_know_has_ended(
     end = Control("127.0.0.1:1", None, b"x" * 43).ended(7)
     assert end is not None
     assert "restarted" in end
+
+
+class Listener(Quiet):
+    """Keeps the rounds that are announced. ``writes``: what the server does after each reading of
+    the journal.
+    """
+
+    def __init__(self, *writes: Callable[[], Any]) -> None:
+        self.first = 0
+        self.rounds: list[int] = []
+        self.writes = list(writes)
+
+    def started(self, folder: Path, round: int) -> None:
+        self.first = round
+
+    def round(self, event: Mapping[str, Any], rounds: int) -> None:
+        self.rounds.append(event["round"])
+
+    def stop(self) -> bool:
+        self.writes.pop(0)()
+        return False
+
+
+def test_a_resumed_run_announces_each_new_round_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The last ones, too, which the server writes just before the run ends."""
+    settings = resolve(toys.toy(rounds=5))
+    finished = tmp_path / "finished"
+    run(toys.toy(rounds=5), finished, toys.blobs())
+    lines = (finished / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    ends = [i + 1 for i, line in enumerate(lines) if json.loads(line)["event"] == "round"]
+    assert len(ends) == 5
+    folder = tmp_path / "resumed"
+    folder.mkdir()
+
+    def write(lines_written: list[bytes]) -> None:
+        (folder / "journal.jsonl").write_bytes(b"".join(lines_written))
+
+    def finish() -> None:
+        write(lines)
+        (folder / "summary.json").write_bytes((finished / "summary.json").read_bytes())
+
+    write(lines[: ends[1]])
+    server = SimpleNamespace(start=lambda app, values: 1)
+    monkeypatch.setattr(remote_runs.Control, "of", lambda federation: server)
+    monkeypatch.setattr(remote_runs, "load_federation", lambda folder: SimpleNamespace(app=b""))
+    monkeypatch.setattr(remote_runs.Result, "of", lambda folder: None)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    listener = Listener(lambda: write(lines[: ends[2]]), lambda: None, finish)
+    remote_runs.FlowerRuns().submit(settings, folder, True, listener)
+    assert listener.first == 3
+    assert listener.rounds == [3, 4, 5]

@@ -199,9 +199,10 @@ class FlowerRuns:
             config = ""  # the server reads the file in the directory
         values = {"config": config, "out": str(folder.resolve()), "resume": resume}
         control = Control.of(federation)
+        announcer = _RoundAnnouncer(folder, settings.rounds, watch, announced=len(_rounds(folder)))
         run = when_it_listens(lambda: control.start(federation.app, values), START)
-        watch.started(folder, 1 + len(_rounds(folder)))
-        return _follow(control, run, settings.rounds, folder, watch)
+        watch.started(folder, 1 + announcer.announced)
+        return _follow(control, run, announcer)
 
     def client_memory(self, folder: Path, client: int, version: Version) -> Payload:
         """A version of a client's state, for clients of a simulation on this machine.
@@ -222,29 +223,51 @@ class FlowerRuns:
         return files.client_state(version)
 
 
-def _follow(control: Control, run: int, rounds: int, folder: Path, watch: Progress) -> Result:
-    """Show a run's rounds until it ends on the server, and return its result."""
-    rounds_shown = 0
-    length_read = 0
+@dataclass
+class _RoundAnnouncer:
+    """Announces the rounds in the journal of a run that another program executes.
+
+    ``announced``: the number of rounds that need no announcement. ``length``: the size of the
+    journal when it was last read, in bytes.
+    """
+
+    folder: Path
+    rounds: int
+    watch: Progress
+    announced: int
+    length: int = 0
+
+    def announce_new(self) -> None:
+        """Announce the rounds that the journal has gained."""
+        length = _length(self.folder)
+        if length == self.length:
+            return
+        self.length = length
+        events = _rounds(self.folder)
+        for event in events[self.announced :]:
+            self.watch.round(event, self.rounds)
+        self.announced = max(self.announced, len(events))
+
+
+def _follow(control: Control, run: int, announcer: _RoundAnnouncer) -> Result:
+    """Announce a run's rounds until it ends on the server, and return its result."""
+    folder = announcer.folder
     last_question = time.monotonic()
     try:
         while not journals.is_finished(folder):
             time.sleep(LOOK)
-            length = _length(folder)
-            if length != length_read:
-                length_read = length
-                events = _rounds(folder)
-                for event in events[rounds_shown:]:
-                    watch.round(event, rounds)
-                rounds_shown = max(rounds_shown, len(events))
+            announcer.announce_new()
             if time.monotonic() - last_question >= ASK:
                 last_question = time.monotonic()
                 _raise_if_ended(control, run, folder)
-            if watch.stop():
+            if announcer.watch.stop():
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
         control.stop(run)
         raise
+
+    # The run may have written its last rounds after the last reading.
+    announcer.announce_new()
     return Result.of(folder)
 
 
