@@ -99,7 +99,6 @@ def on_gpu(device: torch.device, precision: Precision) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    # Lazy, because only GPUs have streams and TensorFloat-32.
     from fedstill.engines.cuda_graphs import on_own_stream
     from fedstill.engines.devices import products
 
@@ -177,7 +176,6 @@ class Training:
         # Batches of a rule vary in size, and after_step creates a new trace in every step.
         if self.setup.rule is not None or self.acts_after_step:
             return None
-        # Lazy, because only GPUs need it.
         from fedstill.engines.cuda_graphs import StepRecorder, whole_batches
 
         return StepRecorder(
@@ -405,10 +403,11 @@ class Training:
         with torch.no_grad():
             for name, leaf in self.leaves.items():
                 leaf.copy_(_where_running(running, leaf, before[name]))
-            self.trace = {
-                name: _where_running(running, value, trace[name])
-                for name, value in self.trace.items()
-            }
+            if self.acts_after_step:
+                self.trace = {
+                    name: _where_running(running, value, trace[name])
+                    for name, value in self.trace.items()
+                }
 
 
 def _overrides(work: ClientWork, hook: str) -> bool:
@@ -518,6 +517,9 @@ class TermSums:
         sums = {}
         for name, mean in terms.items():
             sums[name] = mean.detach() * batch.sizes
+            if batch.running is not None:
+                # The term of a client that has ended may be infinite, and 0 times that is NaN.
+                sums[name] = torch.where(batch.running, sums[name], 0.0)
             if name in self.sums:
                 sums[name] = self.sums[name] + sums[name]
         self.sums = sums
