@@ -16,8 +16,8 @@ from fedstill.core import trees
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Examples, Plan, Stage, Step, Tensors, TrainingStart, View
 from fedstill.data.inputs import Inputs
-from fedstill.engines.clients import TrainingSetup
-from fedstill.engines.loop import Trained, train
+from fedstill.engines.clients import Batch, TrainingSetup
+from fedstill.engines.loop import TermSums, Trained, train
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.stack import Stack, StackedStart, Structures, convolved_by_products
 from fedstill.engines.step import frozen_teachers
@@ -355,6 +355,32 @@ def test_clients_whose_tensors_do_not_fit_on_each_other_have_other_structures(
     assert first != second
     like = {"params": {k: v + 1 for k, v in START.items()}, **one}
     assert structures.of(TrainingStart(**like), VIEWS[1]) == first, "values do not matter"
+
+
+def test_an_infinite_term_after_a_clients_end_is_not_in_its_loss() -> None:
+    """A client that has ended repeats its first example in the following steps."""
+    nothing = torch.zeros(2, 2, dtype=torch.int64)
+    first = Batch(
+        index=nothing,
+        rows=nothing,
+        mask=None,
+        epoch=torch.zeros(2),
+        sizes=torch.tensor([2, 2]),
+        begins_epoch=torch.tensor([True, True]),
+        counts=(2, 2),
+        progress=(),
+        ending=(0,),
+    )
+    second = replace(
+        first,
+        sizes=torch.tensor([0, 2]),
+        begins_epoch=torch.tensor([False, False]),
+        running=torch.tensor([False, True]),
+    )
+    sums = TermSums()
+    sums.add({"ce": torch.tensor([1.0, 2.0])}, first)
+    sums.add({"ce": torch.tensor([torch.inf, 4.0])}, second)
+    assert sums.means(2) == [{"ce": 1.0}, {"ce": 3.0}]
 
 
 @pytest.mark.parametrize("bias", [True, False])
