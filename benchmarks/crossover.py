@@ -1,7 +1,7 @@
 """Where stacking clients stops paying: stages of the vectorised and the pooled engine in turn,
 steps small to large.
 
-``python -m benchmarks.crossover`` prints what ``fedstill.running.world.CROSSOVER`` is taken
+``python -m benchmarks.crossover`` prints what ``fedstill.engines.vectorised.CROSSOVER`` is taken
 from; with ``--device cuda``, the same of a card.
 """
 

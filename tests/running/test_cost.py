@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from fedstill.core.records import ModelSpec, Plan
+from fedstill.engines import vectorised
 from fedstill.engines.passes import forward_flops
+from fedstill.engines.vectorised import StageWork, suited_engine
 from fedstill.models import contract
-from fedstill.running import world
-from fedstill.running.world import StageWork, suited_engine
 
 
 def mlp(*hidden: int) -> ModelSpec:
@@ -69,7 +69,7 @@ def test_each_reason_is_said(stages: list[StageWork], device: str, engine: str, 
 
 def test_the_crossover_is_where_it_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, engine in ((SMALL.flops, "vectorised"), (SMALL.flops - 1, "pooled")):
-        monkeypatch.setitem(world.CROSSOVER, "cpu", limit)
+        monkeypatch.setitem(vectorised.CROSSOVER, "cpu", limit)
         assert suited_engine([SMALL], "cpu").engine == engine
 
 

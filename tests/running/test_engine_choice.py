@@ -21,7 +21,9 @@ from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Plan, Stage, Step, TrainingStart
 from fedstill.core.registry import register
 from fedstill.data.views import SiteViews
+from fedstill.engines import vectorised
 from fedstill.engines.passes import forward_flops
+from fedstill.engines.vectorised import StageWork, suited_engine
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models import contract
 from fedstill.running import world
@@ -30,7 +32,7 @@ from fedstill.running.explain import run_estimate
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import resume, run
 from fedstill.running.runs import groups
-from fedstill.running.world import RunWorld, StageWork, suited_engine
+from fedstill.running.world import RunWorld
 from run_bits import stopped
 
 MLP = contract.spec_for("mlp", (1, 4, 4), 5, {"hidden": (8,)})
@@ -48,7 +50,7 @@ def test_small_steps_of_many_clients_are_stacked() -> None:
     assert suited_engine([few], "cpu").engine == "vectorised"
     assert suited_engine([StageWork(Plan(batch=10), 1, {MLP}, 20.0)], "cpu").engine == "pooled"
     assert (
-        suited_engine([StageWork(Plan(batch=10), world.FEWEST - 1, {MLP}, 20.0)], "cpu").engine
+        suited_engine([StageWork(Plan(batch=10), vectorised.FEWEST - 1, {MLP}, 20.0)], "cpu").engine
         == "pooled"
     )
     assert (
@@ -88,7 +90,7 @@ def test_the_choice_stands_in_the_config_and_a_resume_keeps_it(
     run(auto(), tmp_path / "whole", data=toys.blobs())
     half = stopped(auto(), tmp_path / "half", stages=1)
     assert tomllib.loads((half / "config.toml").read_text())["engine"] == "vectorised"
-    monkeypatch.setitem(world.CROSSOVER, "cpu", 0.0)
+    monkeypatch.setitem(vectorised.CROSSOVER, "cpu", 0.0)
     resume(half, data=toys.blobs())
     assert (half / "model.safetensors").read_bytes() == (
         tmp_path / "whole/model.safetensors"
@@ -206,7 +208,7 @@ def test_models_that_other_runs_may_reuse_are_not_stacked() -> None:
 
 def test_clients_of_unequal_size_are_stacked_only_if_their_steps_are_small() -> None:
     equal = StageWork(Plan(batch=10), 10, {MLP}, examples=100.0)
-    limit = world.CROSSOVER["cpu"]
+    limit = vectorised.CROSSOVER["cpu"]
     assert equal.crossover("cpu") == limit
     unequal = replace(equal, padding=2.0)
     assert unequal.crossover("cpu") == limit / 8
@@ -234,7 +236,7 @@ def test_seeds_for_which_auto_chooses_differently_are_one_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(auto(seed=1), tmp_path / "first", data=toys.blobs())
-    monkeypatch.setitem(world.CROSSOVER, "cpu", 0.0)
+    monkeypatch.setitem(vectorised.CROSSOVER, "cpu", 0.0)
     run(auto(seed=2), tmp_path / "second", data=toys.blobs())
     run(auto(seed=1, engine="serial"), tmp_path / "named", data=toys.blobs())
     chosen_by_auto, named = groups([tmp_path])

@@ -8,10 +8,11 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ from fedstill.engines.clients import (
 )
 from fedstill.engines.hardware import torch_threads
 from fedstill.engines.loop import Trained, Training, on_gpu
-from fedstill.engines.passes import activations
+from fedstill.engines.passes import activations, step_flops
 from fedstill.engines.pooled import PooledEngine, SharedDraw
 from fedstill.engines.serial import ClientJob, StartedClient, TimedTraining
 from fedstill.engines.stack import Stack, Structures
@@ -341,3 +342,105 @@ def train_stack(
         closing(Training(work, Stack(starts, views, setup))) as training,
     ):
         return training.run()
+
+
+# The choice of the engine with ``engine = "auto"``, from the cost of a step. It depends on an
+# estimate of the cost, not on measured times. Measured times vary, and the engines differ in their
+# last bits, so the results would vary too.
+
+
+CROSSOVER = {"cpu": 30e6, "cuda": 6e9}
+"""By kind of device, the number of floating-point operations in a client's step up to which stacked
+clients are faster than clients in parallel on a few cores, or in turn on a GPU.
+
+On the CPU, a stack uses one torch thread unless ``threads`` is set. In CPU seconds, 16 clients one
+after another took 1.7 to 3.5 times as long as their stack for 3.3 to 28 MFLOP; 1.2 to 1.5 times for
+60 to 112 MFLOP, which is less than the gain of a second core; and 0.9 to 1.1 times above 500 MFLOP.
+On an NVIDIA H200, one after another took 1.7 to 6.8 times as long as a stack at all sizes that were
+tried, from 3 MFLOP to 5.3 GFLOP. ``python -m benchmarks.crossover`` compares stages of the two
+engines in wall-clock seconds.
+"""
+
+FEWEST = 4
+"""The smallest number of clients in a stage for which stacking can be faster."""
+
+LITTLE_PADDING = 1.25
+"""Padding up to this value is not mentioned in the reason for a choice."""
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """A stage in the cost model: its plan, the number of clients, their architectures, and the
+    average number of examples per client.
+
+    ``padding``: the number of examples that a stack of these clients processes for each real
+    example, because it trains as long as its largest client; 1 if all clients are equally large.
+    """
+
+    plan: Plan
+    clients: int
+    specs: Collection[ModelSpec]
+    examples: float
+    padding: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        """The floating-point operations in a step of the most expensive client, forward and
+        backward, without teachers.
+        """
+        batch = max(1.0, min(self.plan.batch, self.examples))
+        return max(step_flops(spec, batch) for spec in self.specs)
+
+    def crossover(self, kind: str) -> float:
+        """The number of operations in a step up to which stacking these clients is faster, for a
+        kind of device.
+
+        The speed-up of a stack is divided by its padding, and decreases with about the cube root of
+        the operations in a step.
+        """
+        return CROSSOVER[kind] / self.padding**3
+
+
+class EngineChoice(NamedTuple):
+    """The engine for a run, and a readable reason."""
+
+    engine: Literal["pooled", "vectorised"]
+    reason: str
+
+
+def suited_engine(work: Collection[StageWork], device: str) -> EngineChoice:
+    """Choose the engine for a run with these stages."""
+    parallel_stages = [stage for stage in work if stage.clients > 1]
+    if not parallel_stages:
+        reason = "one client acts at a time, so there is nothing to stack"
+        return EngineChoice("pooled", reason)
+    for stage in parallel_stages:
+        for spec in stage.specs:
+            if reason := stacking_obstacle(spec, stage.plan):
+                return EngineChoice("pooled", reason)
+    kind = device.partition(":")[0]
+    if kind not in CROSSOVER:
+        reason = (
+            f"there are no measurements of stacking on {kind}; try it with engine = 'vectorised'"
+        )
+        return EngineChoice("pooled", reason)
+
+    clients = min(stage.clients for stage in parallel_stages)
+    costliest = max(parallel_stages, key=lambda stage: stage.flops * stage.padding**3)
+    limit = costliest.crossover(kind)
+    reason = (
+        f"{_mflop(costliest.flops)} in a client's step, {clients} clients in a stage: "
+        f"stacking is faster up to {_mflop(limit)}"
+    )
+    if costliest.padding > LITTLE_PADDING:
+        reason += " for clients of such unequal size"
+    if clients < FEWEST:
+        reason = f"{clients} clients in a stage: stacking needs at least {FEWEST}"
+        return EngineChoice("pooled", reason)
+    if costliest.flops > limit:
+        return EngineChoice("pooled", reason)
+    return EngineChoice("vectorised", reason)
+
+
+def _mflop(flops: float) -> str:
+    return f"{flops / 1e6:.3g} MFLOP"

@@ -52,7 +52,7 @@ from fedstill.engines.passes import ModelPasses
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.reply_cache import StoredReplies
 from fedstill.engines.serial import Memory, SerialEngine
-from fedstill.engines.vectorised import VectorisedEngine
+from fedstill.engines.vectorised import EngineChoice, VectorisedEngine, suited_engine
 from fedstill.measures.base import EvaluationContext, at_clients
 from fedstill.measures.choice import measures
 from fedstill.methods.fit import FIT, ONLY_FIT, queries_of
@@ -68,11 +68,9 @@ from fedstill.running.splitting import stream_of, task_data
 from fedstill.running.standardisation import UNSCALED, Moments, Scaler
 from fedstill.running.world import (
     ENGINES,
-    EngineChoice,
     RunWorld,
     extended,
     started,
-    suited_engine,
     work_of_stages,
     world_of,
 )
