@@ -196,8 +196,8 @@ def test_teachers_and_queried_classes_are_counted() -> None:
         for fields in ({"teachers": [3, "server"]}, {"teachers": [], "query": [1, 4]})
     ]
     numbers = RunNumbers.of(clients, classes=5)
-    assert [report.values for report in numbers.of_clients("teachers")] == [[2.0], [0.0]]
-    assert [report.values for report in numbers.of_clients("query")] == [[2.0]]
+    assert [report.values for report in numbers.client_reports("teachers")] == [[2.0], [0.0]]
+    assert [report.values for report in numbers.client_reports("query")] == [[2.0]]
 
 
 @pytest.mark.uses("privacy")

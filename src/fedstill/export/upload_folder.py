@@ -139,7 +139,7 @@ def _evaluations_at_client(run: Run, name: str, stages: Sequence[str]) -> dict[i
     if not any(totals):
         return {}
     evaluations = {}
-    for report in run.numbers.of_clients("correct_by_class"):
+    for report in run.numbers.client_reports("correct_by_class"):
         if f"client {report.client}" == name and report.stage in stages:
             correct = [count or 0.0 for count in report.values]
             by_class = [share_of(*pair) for pair in zip(correct, totals, strict=True)]

@@ -278,7 +278,7 @@ def noise_probes(report: Report) -> Section | None:
         return None
     predictions_by_client = {
         probe.client: probe.values
-        for probe in run.numbers.of_clients("probe")
+        for probe in run.numbers.client_reports("probe")
         if probe.stage == FIT
     }
     shares = []
@@ -308,7 +308,7 @@ def noise_probes(report: Report) -> Section | None:
 def _first_probed(groups: Sequence[Group]) -> Run | None:
     for group in groups:
         for run in group.started:
-            if run.numbers.of_clients("probe"):
+            if run.numbers.client_reports("probe"):
                 return run
     return None
 
@@ -340,9 +340,9 @@ def _in_last(run: Run, metric: str) -> list[ClientNumbers]:
 
     If clients query only once, they train alone in an earlier round, whose numbers are included.
     """
-    examples = run.numbers.of_clients("examples")
+    examples = run.numbers.client_reports("examples")
     last = max((report.round for report in examples if report.stage == FIT), default=0)
-    return [report for report in run.numbers.of_clients(metric) if report.round >= last]
+    return [report for report in run.numbers.client_reports(metric) if report.round >= last]
 
 
 def _phases(run: Run, metric: str) -> list[ClientNumbers]:

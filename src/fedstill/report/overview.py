@@ -519,7 +519,7 @@ def _times_to(group: Group, goal: float) -> str:
 
 def _mean_teachers(group: Group) -> str:
     """The mean number of models that taught a client; a dash for methods without teachers."""
-    counts = [count for run in group.started for count in run.numbers.over_clients("teachers")]
+    counts = [count for run in group.started for count in run.numbers.client_values("teachers")]
     if not counts:
         return NONE
     return f"{sum(counts) / len(counts):.3g}"

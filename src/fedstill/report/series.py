@@ -156,13 +156,13 @@ def phases(run: Run) -> Phases:
     """A run's time by phase. The wall time of clients that work in parallel is divided in
     proportion to their own times.
     """
-    client_seconds = sum(run.numbers.over_clients("seconds"))
+    client_seconds = sum(run.numbers.client_values("seconds"))
     wall_seconds = _total(run, "seconds_training")
     scale = 0.0
     if client_seconds > 0:
         scale = min(1.0, wall_seconds / client_seconds)
-    training = scale * sum(run.numbers.over_clients("seconds_training"))
-    measuring = scale * sum(run.numbers.over_clients("seconds_measuring"))
+    training = scale * sum(run.numbers.client_values("seconds_training"))
+    measuring = scale * sum(run.numbers.client_values("seconds_measuring"))
     measuring += _total(run, "seconds_measuring")
     remaining = _total(run, "seconds") - training - measuring
     return Phases(training, measuring, max(0.0, remaining))

@@ -242,7 +242,7 @@ IDS = ("query", "teachers")
 NOT_CELLS = frozenset({"event", OF_USER_MEASURES})
 """Fields of an event that have no column."""
 
-OF_CLASSES = BY_CLASS | {"correct_by_epoch"}
+CLASS_FIELDS = BY_CLASS | {"correct_by_epoch"}
 """Fields whose columns end with the names of the classes."""
 
 
@@ -302,7 +302,7 @@ def _keys(name: str, values: Sequence[Any], classes: Sequence[str]) -> Sequence[
     if values and all(isinstance(v, Mapping) and "client" in v for v in values):
         return [v["client"] for v in values]
     is_nested = any(isinstance(v, (Mapping, list, tuple)) for v in values)
-    is_by_class = len(values) == len(classes) and not OF_CLASSES.isdisjoint(name.split("."))
+    is_by_class = len(values) == len(classes) and not CLASS_FIELDS.isdisjoint(name.split("."))
     if is_by_class and not is_nested:
         return classes
     return range(len(values))

@@ -41,22 +41,22 @@ Coordinates = Mapping[str, Indices]
 AXES = ("stage", "round", "epoch", "task", "client", "class", "point")
 """The axes of numbers. Tasks count from 1, all others from 0; client -1 is the server."""
 
-OF_ROUND = frozenset({"round"})
+ROUND_AXES = frozenset({"round"})
 """The axes of a number that is about a whole round."""
 
 ALWAYS_SUMMED = ("seconds", "bytes_up", "bytes_down")
 """Metrics that every run has in its summary; 0 if they were not recorded."""
 
-SUMMED = ("seconds", "bytes_", "replies", "refused")
+SUMMED_PREFIXES = ("seconds", "bytes_", "replies", "refused")
 """Prefixes of metrics that a summary sums over rounds."""
 
-OF_LAST_ROUND = ("accuracy", "forgetting", "epsilon", *METRICS)
+LAST_ROUND_METRICS = ("accuracy", "forgetting", "epsilon", *METRICS)
 """Metrics that a run has in its summary only if the last round has them."""
 
-OF_CLIENT_IN_ROUND = frozenset({"round", "client"})
+ROUND_CLIENT_AXES = frozenset({"round", "client"})
 """The axes of a number that is about a client after a whole round."""
 
-OF_CLIENT = frozenset({"round", "stage", "client"})
+STAGE_CLIENT_AXES = frozenset({"round", "stage", "client"})
 """The axes of a number that is about a client in a stage, and those of what a measure recorded
 after a stage.
 """
@@ -175,7 +175,7 @@ class RunNumbers:
         self.rounds: Sequence[int] = [event["round"] for event in by_name.get("round", ())]
         self.classes = classes
         self._events = by_name
-        self._federation = list(_of_federation(by_name, classes))
+        self._federation = list(_federation_numbers(by_name, classes))
         self._derived: list[Numbers] = []
         self._by_metric = _by_metric(self._federation)
 
@@ -202,16 +202,16 @@ class RunNumbers:
 
     def columns(self, metrics: Collection[str] | None = None) -> Iterator[Numbers]:
         """All numbers, or those of some metrics (``is_chosen``), metric by metric."""
-        of_clients = _of_events(self._clients, self.classes, metrics=metrics)
+        client_numbers = _event_numbers(self._clients, self.classes, metrics=metrics)
         refusals = _refusals(self._clients)
-        columns = chain(self._federation, of_clients, refusals, self._derived)
+        columns = chain(self._federation, client_numbers, refusals, self._derived)
         chosen = [column for column in columns if is_chosen(column.metric, metrics)]
         return chain.from_iterable(_by_metric(chosen).values())
 
     def by_round(self, metric: str) -> dict[int, float]:
         """A metric of the whole federation by round; round 0 is before training."""
         curve: dict[int, float] = {}
-        for column in self._with_axes(metric, OF_ROUND):
+        for column in self._with_axes(metric, ROUND_AXES):
             rounds = column.coordinates["round"].tolist()
             curve.update(zip(rounds, column.values.tolist(), strict=True))
         return dict(sorted(curve.items()))
@@ -228,7 +228,7 @@ class RunNumbers:
     def by_client(self, metric: str) -> dict[int, dict[int, float]]:
         """A metric that rounds have by client: by round, the number of each client that has one."""
         rounds: dict[int, dict[int, float]] = {}
-        for column in self._with_axes(metric, OF_CLIENT_IN_ROUND):
+        for column in self._with_axes(metric, ROUND_CLIENT_AXES):
             numbers = column.coordinates["round"].tolist()
             clients = column.coordinates["client"].tolist()
             for number, client, value in zip(numbers, clients, column.values.tolist(), strict=True):
@@ -237,7 +237,7 @@ class RunNumbers:
 
     def by_epoch(self) -> list[EpochNumbers]:
         """The accuracies of local models after each epoch, by round and stage of the run."""
-        places: dict[tuple[int, str], dict[str, list[float | None]]] = {}
+        by_stage: dict[tuple[int, str], dict[str, list[float | None]]] = {}
         for metric in self._by_metric:
             if not metric.startswith(BY_EPOCH):
                 continue
@@ -247,32 +247,33 @@ class RunNumbers:
                 (int(column.coordinates["epoch"].max()) for column in columns), default=0
             )
             for number, row in self._rows(metric, "epoch", length).items():
-                places.setdefault((number, stage), {})[key] = row
-        return [EpochNumbers(number, stage, keys) for (number, stage), keys in places.items()]
+                by_stage.setdefault((number, stage), {})[key] = row
+        return [EpochNumbers(number, stage, keys) for (number, stage), keys in by_stage.items()]
 
     def by_class(self, metric: str) -> dict[int, list[float | None]]:
         """A metric by round, a number for each class, (C,); None for a class without a number."""
         return self._rows(metric, "class", self.classes)
 
-    def of_clients(self, metric: str) -> list[ClientNumbers]:
+    def client_reports(self, metric: str) -> list[ClientNumbers]:
         """The numbers that clients reported in stages, in the order of the journal."""
         field = metric.partition("/")[0]
         reports = []
         for event in self._clients:
             if field not in event:
                 continue
-            for column in _of_events([event], self.classes, metrics=[metric]):
+            for column in _event_numbers([event], self.classes, metrics=[metric]):
                 if column.metric == metric:
                     values = _values_in_order(column)
                     report = ClientNumbers(event["round"], event["name"], event["client"], values)
                     reports.append(report)
         return reports
 
-    def over_clients(self, metric: str) -> list[float]:
+    def client_values(self, metric: str) -> list[float]:
         """A metric that has one number for each client and stage: all of them."""
-        columns = _of_events(self._clients, self.classes, metrics=[metric])
-        of_client = [c for c in columns if c.metric == metric and c.coordinates.keys() == OF_CLIENT]
-        return list(chain.from_iterable(column.values.tolist() for column in of_client))
+        columns = _event_numbers(self._clients, self.classes, metrics=[metric])
+        of_metric = [column for column in columns if column.metric == metric]
+        single = [c for c in of_metric if c.coordinates.keys() == STAGE_CLIENT_AXES]
+        return list(chain.from_iterable(column.values.tolist() for column in single))
 
     @property
     def replies(self) -> list[ReplyOutcome]:
@@ -310,7 +311,7 @@ class RunNumbers:
                 if "stage" in column.coordinates:
                     seconds[measure] += sum(column.values.tolist())
         for name in names:
-            at_clients = sum(self.over_clients(f"{SECONDS}_{name}"))
+            at_clients = sum(self.client_values(f"{SECONDS}_{name}"))
             if at_clients > 0:
                 seconds[name] = seconds.get(name, 0.0) + at_clients
         return seconds
@@ -381,7 +382,7 @@ class RunNumbers:
             "learned": tasks.learned(rows),
             "kept": tasks.kept_share(rows),
         }
-        return {name: _none_if_undefined(value) for name, value in numbers.items()}
+        return {name: none_if_undefined(value) for name, value in numbers.items()}
 
     @functools.cached_property
     def summary(self) -> dict[str, float]:
@@ -399,9 +400,9 @@ class RunNumbers:
             if metric.startswith(LEARNING_RATE):
                 continue  # It is a setting, not a result.
             curve = self.by_round(metric)
-            if metric in OF_LAST_ROUND:
+            if metric in LAST_ROUND_METRICS:
                 curve = {number: curve[number] for number in self.rounds[-1:] if number in curve}
-            if metric in ALWAYS_SUMMED or (curve and metric.startswith(SUMMED)):
+            if metric in ALWAYS_SUMMED or (curve and metric.startswith(SUMMED_PREFIXES)):
                 numbers[metric] = sum(curve.values())
             elif curve:
                 numbers[metric] = curve[max(curve)]
@@ -468,8 +469,8 @@ class Look:
         self.classes: Sequence[int] = event.get("classes", ())
         self.texts: Mapping[str, Any] = {k: v for k, v in event.items() if _is_text(v)}
         self._class_count = classes
-        self._place = {axis for axis in OF_CLIENT if axis in event}
-        self._by_metric = _by_metric(_of_events(_look_fields([event]), classes))
+        self._axes = {axis for axis in STAGE_CLIENT_AXES if axis in event}
+        self._by_metric = _by_metric(_event_numbers(_look_fields([event]), classes))
 
     def number(self, metric: str) -> float | None:
         """A single number; None if it was not measured."""
@@ -527,7 +528,7 @@ class Look:
     def _with_axes(self, metric: str, *axes: str) -> list[Numbers]:
         """The numbers of a metric with these axes, beside those of the look."""
         columns = self._by_metric.get(metric, ())
-        return [c for c in columns if c.coordinates.keys() == self._place | {*axes}]
+        return [c for c in columns if c.coordinates.keys() == self._axes | {*axes}]
 
     def _by_index(self, metric: str, axis: str) -> dict[int, float]:
         numbers: dict[int, float] = {}
@@ -586,14 +587,14 @@ def _by_metric(columns: Iterable[Numbers]) -> dict[str, list[Numbers]]:
     return by_metric
 
 
-def _of_federation(by_name: Mapping[str, Sequence[Event]], classes: int) -> Iterator[Numbers]:
+def _federation_numbers(by_name: Mapping[str, Sequence[Event]], classes: int) -> Iterator[Numbers]:
     """All numbers in the events of a run, except the numbers in the events of clients."""
     rounds = [{**event, "round": 0} for event in by_name.get("initial", ())]
     rounds += map(_with_epsilon, by_name.get("round", ()))
-    yield from _of_events(list(map(_with_confusion, rounds)), classes)
+    yield from _event_numbers(list(map(_with_confusion, rounds)), classes)
     yield from _mean_losses(by_name.get("client", ()))
-    yield from _of_measures(by_name.get("measure", ()), classes)
-    yield from _of_events([_task_end(event) for event in by_name.get("task", ())], classes)
+    yield from _measure_numbers(by_name.get("measure", ()), classes)
+    yield from _event_numbers([_task_end(event) for event in by_name.get("task", ())], classes)
 
 
 # The learning rates of rounds.
@@ -647,7 +648,7 @@ class LearningRates:
 # Fields of events as numbers.
 
 
-def _of_events(
+def _event_numbers(
     events: Sequence[Event],
     classes: int,
     prefix: str = "",
@@ -662,8 +663,8 @@ def _of_events(
     if metrics is not None:
         fields = {metric.partition("/")[0] for metric in metrics}
         events = [event for event in events if not fields.isdisjoint(event)]
-    for keys, events_of_place in _by_place(events).items():
-        cells_by_field = _transposed(events_of_place)
+    for keys, events_with_axes in _by_axes(events).items():
+        cells_by_field = _transposed(events_with_axes)
         coordinates = {key: np.array(cells_by_field[key], np.int64) for key in keys}
         for name, cells in cells_by_field.items():
             if name in NOT_NUMBERS or (fields is not None and name not in fields):
@@ -674,7 +675,8 @@ def _of_events(
             yield from reader.numbers(metric, cells, coordinates)
 
 
-def _none_if_undefined(value: float) -> float | None:
+def none_if_undefined(value: float) -> float | None:
+    """A number, or None for NaN."""
     if math.isnan(value):
         return None
     return value
@@ -692,30 +694,30 @@ def _transposed(events: Sequence[Event]) -> dict[str, Sequence[Any]]:
     return {name: [event.get(name) for event in events] for name in names}
 
 
-def _of_measures(events: Iterable[Event], classes: int) -> Iterator[Numbers]:
+def _measure_numbers(events: Iterable[Event], classes: int) -> Iterator[Numbers]:
     """The numbers of measures: those of each look, and the means over the looks of a round."""
     by_measure: dict[str, list[Event]] = {}
     for event in events:
         by_measure.setdefault(event["measure"], []).append(event)
     for measure, looks in by_measure.items():
-        for place, looks_of_place in _by_place(looks).items():
-            fields = _look_fields(looks_of_place)
-            for column in _of_events(fields, classes, measure):
+        for axes, looks_with_axes in _by_axes(looks).items():
+            fields = _look_fields(looks_with_axes)
+            for column in _event_numbers(fields, classes, measure):
                 yield column
-                if _is_averaged(column, set(place)):
+                if _is_averaged(column, set(axes)):
                     equal = np.ones_like(column.values)
                     yield _mean_by_round(
                         column.metric, column.coordinates["round"], column.values, equal
                     )
 
 
-def _is_averaged(column: Numbers, place: Set[str]) -> bool:
+def _is_averaged(column: Numbers, axes: Set[str]) -> bool:
     """Whether a round has the mean of these numbers of looks: of single numbers, and of tables by
-    client. ``place``: the axes of the looks.
+    client. ``axes``: those of the looks.
     """
     if column.metric.endswith("_by_client"):
-        return column.coordinates.keys() <= OF_CLIENT
-    return column.coordinates.keys() == place
+        return column.coordinates.keys() <= STAGE_CLIENT_AXES
+    return column.coordinates.keys() == axes
 
 
 # The lists of looks.
@@ -801,16 +803,16 @@ def _is_of_clients(cells: Sequence[Any]) -> bool:
     return bool(cells) and all(type(c) is dict and type(c.get("client")) is int for c in cells)
 
 
-def _by_place(events: Sequence[Event]) -> dict[tuple[str, ...], list[Event]]:
+def _by_axes(events: Sequence[Event]) -> dict[tuple[str, ...], list[Event]]:
     """Events by the axes that they name."""
-    by_place: dict[tuple[bool, ...], list[Event]] = {}
+    by_axes: dict[tuple[bool, ...], list[Event]] = {}
     for event in events:
         is_named = ("round" in event, "stage" in event, "client" in event)
-        by_place.setdefault(is_named, []).append(event)
+        by_axes.setdefault(is_named, []).append(event)
     axes = ("round", "stage", "client")
     return {
-        tuple(compress(axes, is_named)): events_of_place
-        for is_named, events_of_place in by_place.items()
+        tuple(compress(axes, is_named)): events_with_axes
+        for is_named, events_with_axes in by_axes.items()
     }
 
 
@@ -838,17 +840,17 @@ class _Fields:
             yield Numbers(metric, np.array(selected.cells, np.float64), selected.coordinates)
         if dict in kinds:
             selected = _of_kinds({dict}, cells, kinds, coordinates)
-            yield from self._of_tables(metric, selected.cells, selected.coordinates)
+            yield from self._table_numbers(metric, selected.cells, selected.coordinates)
         if _IndexedList in kinds:
             selected = _of_kinds({_IndexedList}, cells, kinds, coordinates)
-            yield from self._of_indexed_lists(metric, selected.cells, selected.coordinates)
+            yield from self._indexed_list_numbers(metric, selected.cells, selected.coordinates)
         if list in kinds:
             selected = _of_kinds({list}, cells, kinds, coordinates)
             if axes is None:
                 axes = self._axes(metric)
-            yield from self._of_lists(metric, selected.cells, selected.coordinates, axes)
+            yield from self._list_numbers(metric, selected.cells, selected.coordinates, axes)
 
-    def _of_tables(
+    def _table_numbers(
         self, metric: str, tables: Sequence[Mapping[str, Any]], coordinates: Coordinates
     ) -> Iterator[Numbers]:
         """The numbers of a table: by field, or by client if the keys are clients."""
@@ -863,7 +865,7 @@ class _Fields:
             cells = [table.get(key) for table in tables]
             yield from self.numbers(f"{metric}/{key}", cells, coordinates)
 
-    def _of_indexed_lists(
+    def _indexed_list_numbers(
         self, metric: str, lists: Sequence[_IndexedList], coordinates: Coordinates
     ) -> Iterator[Numbers]:
         """The numbers of lists that have axes."""
@@ -877,7 +879,7 @@ class _Fields:
             entry_coordinates = {**repeated, axis: np.array(indices, np.int64)}
             yield from self.numbers(metric, entries, entry_coordinates)
 
-    def _of_lists(
+    def _list_numbers(
         self,
         metric: str,
         lists: Sequence[Sequence[Any]],
@@ -897,7 +899,7 @@ class _Fields:
         if is_of_clients:
             clients = np.array([cell["client"] for cell in cells])
             tables = [{k: v for k, v in cell.items() if k != "client"} for cell in cells]
-            yield from self._of_tables(metric, tables, {**repeated, "client": clients})
+            yield from self._table_numbers(metric, tables, {**repeated, "client": clients})
             return
         if axes[0] == "class" and set(lengths) != {self.classes}:
             return
@@ -977,7 +979,7 @@ def _replies(clients: Iterable[Event]) -> list[Event]:
 
 def _refusals(clients: Iterable[Event]) -> Iterator[Numbers]:
     """Whether each reply was refused: 1 or 0."""
-    for axes, replies in _by_place(_replies(clients)).items():
+    for axes, replies in _by_axes(_replies(clients)).items():
         is_refused = np.array([REFUSED in event for event in replies], np.float64)
         coordinates = {
             axis: np.array([event[axis] for event in replies], np.int64) for axis in axes

@@ -7,7 +7,6 @@ events alone (``core.extensions.Observer``).
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -42,7 +41,7 @@ from fedstill.measures.base import EvaluationContext, Measure, Numbers, RoundRep
 from fedstill.measures.choice import looks_last, measures
 from fedstill.metrics import consistency, forgetting
 from fedstill.running.evaluation import Evaluation, Predict, tests_by_class
-from fedstill.running.numbers import OF_USER_MEASURES
+from fedstill.running.numbers import OF_USER_MEASURES, none_if_undefined
 from fedstill.running.preparation import Prepared
 
 log = logging.getLogger("fedstill.measuring")
@@ -470,7 +469,7 @@ class TaskEnds(Observer):
             "round": result.number,
             "correct": mean.tolist(),
             "totals": self._totals.tolist(),
-            "row": [_number(v) for v in self._row(mean, accuracies, names)],
+            "row": [none_if_undefined(v) for v in self._row(mean, accuracies, names)],
             **by_client,
         }
 
@@ -571,7 +570,9 @@ class TaskEnds(Observer):
             return {}
         by_task = self._weighed_by_task(accuracies, client_predictors)
         rows = torch.stack(by_task, dim=1).tolist()
-        return {"clients": {str(c): [_number(v) for v in row] for c, row in enumerate(rows)}}
+        return {
+            "clients": {str(c): [none_if_undefined(v) for v in row] for c, row in enumerate(rows)}
+        }
 
     def _weighed_by_task(
         self, accuracies: Mapping[str, Tensor], client_predictors: Mapping[int, str]
@@ -645,12 +646,6 @@ def _over_clients(values: Mapping[str, Tensor], client_predictors: Mapping[int, 
     clients = Counter(client_predictors.values())
     weighted = [clients[name] * value.double() for name, value in values.items()]
     return torch.stack(weighted).sum(0) / clients.total()
-
-
-def _number(value: float) -> float | None:
-    if math.isnan(value):
-        return None
-    return value
 
 
 def task_label_counts(prepared: Prepared) -> Tensor:

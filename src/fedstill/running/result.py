@@ -34,7 +34,7 @@ from fedstill.running.journal import (
     events_by_name,
     first_event,
 )
-from fedstill.running.model_files import FINAL, MODEL_SEAL, read_final
+from fedstill.running.model_files import FINAL, MODEL_SHA256, read_final
 from fedstill.running.numbers import ReplyOutcome, RunNumbers
 from fedstill.running.selection import selection_summary
 from fedstill.running.setting_warnings import frequent_class_warning
@@ -345,7 +345,7 @@ QUERIED = (*(f"query_{name}" for name in QUERY_MEASURES), UNTAUGHT)
 PERSONAL = ("personal_accuracy", "personal_accuracy_std", "personal_forgetting", "personal_clients")
 """Fields of the summary of a run whose clients have their own models."""
 
-OF_LAST = (
+LAST_ROUND_FIELDS = (
     *QUERIED,
     *PERSONAL,
     "own_test_accuracy",
@@ -382,7 +382,7 @@ def summary_from_journal(events: Sequence[Event]) -> dict[str, Any]:
     if stop_reason:
         # Measures are taken in the last planned round, which a run that stops early does not reach.
         last_round = {**_last_personal(rounds), **last_round}
-    last_fields = {key: last_round[key] for key in OF_LAST if key in last_round}
+    last_fields = {key: last_round[key] for key in LAST_ROUND_FIELDS if key in last_round}
     return {
         "accuracy": summary.get("accuracy"),
         "best_accuracy": summary.get("best_accuracy"),
@@ -471,8 +471,8 @@ def write_result(folder: Path, state: State, summary: Mapping[str, Any]) -> None
     params = {name: entry.detach().contiguous().clone() for name, entry in state.params.items()}
     data = safetensors.torch.save(params)
     write_whole(folder / FINAL, data)
-    sealed = {**summary, MODEL_SEAL: digest(data)}
-    write_whole(folder / SUMMARY, json.dumps(json_value(sealed), indent=2).encode())
+    fields = {**summary, MODEL_SHA256: digest(data)}
+    write_whole(folder / SUMMARY, json.dumps(json_value(fields), indent=2).encode())
 
 
 # ---- refused replies, which a summary must mention -----------------------------------------------

@@ -226,11 +226,11 @@ class Run:
     @property
     def query_count(self) -> QueryCount:
         """The number of queries that a method answered by choosing teachers."""
-        queries = {(asked.round, asked.client) for asked in self.numbers.of_clients("query")}
+        queries = {(asked.round, asked.client) for asked in self.numbers.client_reports("query")}
         if not queries:
             return QueryCount(without_teacher=0, total=0)
         teachers: dict[tuple[int, int], float | None] = {}
-        for taught in self.numbers.of_clients("teachers"):
+        for taught in self.numbers.client_reports("teachers"):
             query = (taught.round, taught.client)
             if query in queries:
                 (teachers[query],) = taught.values

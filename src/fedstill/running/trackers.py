@@ -23,7 +23,7 @@ from fedstill.core.errors import ConfigError, Interrupted, UnknownName, cut_reas
 from fedstill.core.files import flat, in_shell, read_file, write_whole
 from fedstill.core.process_settings import set_environment
 from fedstill.running.journal import VERSIONS, Event, read_journal
-from fedstill.running.numbers import OF_ROUND, LearningRates, Numbers, numbers_of
+from fedstill.running.numbers import ROUND_AXES, LearningRates, Numbers, numbers_of
 
 # The protocol of trackers, and the records that they receive.
 
@@ -354,7 +354,7 @@ class RoundNumbers:
         name = column.metric.removeprefix("others/")
         axes = column.coordinates.keys()
         of_classes = name.endswith("class_accuracy") and axes == {"round", "class"}
-        if axes != OF_ROUND and not of_classes:
+        if axes != ROUND_AXES and not of_classes:
             return
         for index in np.flatnonzero(column.coordinates["round"] == number):
             full_name = name
