@@ -511,7 +511,7 @@ def flat(tables: Mapping[str, Any], prefix: str = "") -> Fields:
 
 
 def plain_event(event: Mapping[str, Any], folder: Path) -> Fields:
-    """A journal's event without times, without the seal of its config, and without paths."""
+    """A journal's event without times, without the SHA-256 of its config, and without paths."""
     text = json.dumps(without_times(event)).replace(str(folder), "RUN")
     fields: Fields = json.loads(text)
     fields.pop("config_sha256", None)

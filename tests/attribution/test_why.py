@@ -28,7 +28,7 @@ from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.records import Stage
 from fedstill.core.rounds import unchanged
 from fedstill.measures.contributions import Contributions
-from fedstill.running.journal import LATER_LOOKS, add_looks, looks_of
+from fedstill.running.journal import JOURNAL, LATER_LOOKS, add_looks, read_journal, with_later_looks
 from fedstill.running.numbers import Look, RunNumbers
 from fedstill.running.replay import Replay, Without
 from fedstill.running.runs import read_run
@@ -72,6 +72,13 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 def rows(folder: Path) -> dict[int, list[float | None]]:
     return {e["round"]: e["class_accuracy"] for e in events(folder) if e["event"] == "round"}
+
+
+def looks_of(folder: Path) -> list[dict[str, Any]]:
+    """The events of the measure ``contributions`` of a run."""
+    events = read_journal(folder / JOURNAL)
+    looks = [event for event in events if event.get("measure") == "contributions"]
+    return with_later_looks(folder, looks, classes=0)
 
 
 def looks_in(fields: list[dict[str, Any]]) -> list[Look]:

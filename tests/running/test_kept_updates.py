@@ -46,13 +46,13 @@ EXPERIMENTS = {
 class Updates(NoRecorder):
     """Keeps the SHA-256 of every accepted reply, by round, stage and client."""
 
-    seals: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    digests: dict[tuple[int, int, int], str] = field(default_factory=dict)
 
     def stage(self, result: StageResult) -> None:
         for reply in result.accepted:
             if reply.client != SERVER:
                 key = (result.stage.round, result.stage.index, reply.client)
-                self.seals[key] = digest(encode(reply.content))
+                self.digests[key] = digest(encode(reply.content))
 
 
 def made(experiment: Experiment, folder: Path) -> Path:
@@ -76,7 +76,7 @@ def test_kept_updates_are_the_replies_of_a_replay(name: str, tmp_path: Path) -> 
     by_place = {(update.round, update.stage, update.client): update.sha256 for update in kept}
     assert list(by_place) == sorted(by_place)
     # The census comes before round 1, where the replay begins.
-    assert {key: seal for key, seal in by_place.items() if key[0] > 0} == replayed.seals
+    assert {key: sha256 for key, sha256 in by_place.items() if key[0] > 0} == replayed.digests
     for update in kept:
         assert digest(encode(update.content())) == update.sha256
         assert update.examples > 0
@@ -86,8 +86,8 @@ def test_kept_updates_are_the_replies_of_a_replay(name: str, tmp_path: Path) -> 
 def test_over_flower_they_are_the_same(tmp_path: Path) -> None:
     serial = made(toys.toy("scaffold", keep_updates=True), tmp_path / "serial")
     flower = made(toys.toy("scaffold", keep_updates=True, engine="flower"), tmp_path / "flower")
-    seals = [[u.sha256 for u in kept_updates(folder)] for folder in (serial, flower)]
-    assert seals[0] == seals[1]
+    digests = [[u.sha256 for u in kept_updates(folder)] for folder in (serial, flower)]
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -65,7 +65,7 @@ def begun(tmp_path: Path) -> Path:
     return stopped(TOY, tmp_path / "begun", 1)
 
 
-def test_the_file_has_positions_labels_and_ends_and_the_journal_seals_it(whole: Path) -> None:
+def test_the_file_has_positions_labels_and_ends_and_the_journal_has_its_sha256(whole: Path) -> None:
     labels = toys.blobs().train.labels.numpy()
     parts = iid(labels, 5, resolve(TOY).seed)
     arrays = safetensors.numpy.load_file(whole / SPLIT)

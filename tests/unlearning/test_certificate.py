@@ -19,7 +19,7 @@ from fedstill.running.result import Result
 from fedstill.running.runner import run
 from fedstill.unlearning.certificate import (
     CERTIFICATE,
-    SEAL,
+    CERTIFICATE_SHA256,
     _canonical,
     check_certificate,
     file_bytes,
@@ -78,10 +78,10 @@ def test_it_names_the_request_the_strategy_and_all_files(made: Path) -> None:
     }
     assert certificate["rounds"] == {"first": 3, "last": 3}
     for key, folder in (("original", made / "run"), ("unlearned", made / "tuned")):
-        seals = certificate[key]
-        assert isinstance(seals, dict)
-        for name, seal in zip(FILES, ("config", "journal", "model"), strict=True):
-            assert seals[seal] == digest((folder / name).read_bytes())
+        digests = certificate[key]
+        assert isinstance(digests, dict)
+        for name, file_key in zip(FILES, ("config", "journal", "model"), strict=True):
+            assert digests[file_key] == digest((folder / name).read_bytes())
     assert check_certificate(made / "tuned").original_checked
 
 
@@ -213,7 +213,7 @@ def test_without_the_original_run_only_the_new_one_is_checked(
 
 
 def test_a_forgotten_client_that_acts_is_found(made: Path, copied: Path) -> None:
-    """Even if somebody seals the changed journal."""
+    """Even if somebody adapts the SHA-256 of the changed journal."""
     folder = copied / "exact"
     line = next(
         line
@@ -255,7 +255,7 @@ def resealed(folder: Path, path: tuple[str, ...], value: object) -> None:
     for key in path[:-1]:
         table = table[key]
     table[path[-1]] = value
-    certificate[SEAL] = digest(_canonical(certificate))
+    certificate[CERTIFICATE_SHA256] = digest(_canonical(certificate))
     (folder / CERTIFICATE).write_bytes(file_bytes(certificate))
 
 

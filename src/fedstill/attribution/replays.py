@@ -35,7 +35,7 @@ from fedstill.models.predictors import predictor
 from fedstill.report.summary import NONE
 from fedstill.report.table_files import TextTable
 from fedstill.running.evaluation import answering_models, evaluated
-from fedstill.running.journal import Look
+from fedstill.running.journal import Event
 from fedstill.running.observers import look
 from fedstill.running.preparation import Prepared
 from fedstill.running.replay import Announce, Replay, Session
@@ -52,7 +52,7 @@ class _RoundMeasure(NoRecorder):
     round: int
     context: EvaluationContext
     session: Session
-    events: list[Look] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
     def stage(self, result: StageResult) -> None:
         """Take the measure after a stage (``core.extensions.Recorder``)."""
@@ -91,7 +91,7 @@ def check_coalitions(replay: Replay, round: int) -> None:
         )
 
 
-def measure_round(replay: Replay, round: int, measure: Measure, announce: Announce) -> list[Look]:
+def measure_round(replay: Replay, round: int, measure: Measure, announce: Announce) -> list[Event]:
     """The events of a measure in a round, after a replay of the rounds since the checkpoint.
 
     Raises ConfigError for a run without a common test set.

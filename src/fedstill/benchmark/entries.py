@@ -51,7 +51,7 @@ from fedstill.core.registry import names as registered_names
 from fedstill.core.user_modules import code_named_by, trust_code_of, trust_content
 from fedstill.running.compare import Variant
 from fedstill.running.directory import packs_below, readable
-from fedstill.running.journal import CONFIG_SEAL, Event, without_times
+from fedstill.running.journal import CONFIG_SHA256, Event, without_times
 from fedstill.running.result import summary_from_journal
 from fedstill.running.same_run import processor, software
 from fedstill.running.split_file import SPLIT
@@ -270,7 +270,7 @@ def with_relative_paths(config: str) -> str:
 
 def without_wall_times(event: Mapping[str, Any]) -> dict[str, Any]:
     """An event or a summary without times, except processor seconds."""
-    kept = {key: event[key] for key in (CPU, CONFIG_SEAL) if key in event}
+    kept = {key: event[key] for key in (CPU, CONFIG_SHA256) if key in event}
     return {**without_times(event), **kept}
 
 

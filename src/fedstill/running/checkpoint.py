@@ -224,7 +224,7 @@ class Checkpoints:
         memory = {int(c): (file, sha) for c, (file, sha) in manifest["memory"].items()}
         if self.memory is not None:
             for file, sha in memory.values():
-                read_sealed(self.memory / file, sha)
+                read_verified(self.memory / file, sha)
         return Restored(state, memory, JournalMark(*manifest["journal"]))
 
     def _manifest(self, name: str) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def _position(name: str) -> Position:
     return Position(int(round), int(stage))
 
 
-def read_sealed(path: Path, sha: str) -> bytes:
+def read_verified(path: Path, sha: str) -> bytes:
     """Read a file; raises CorruptFile if it does not have this SHA-256."""
     try:
         data = read_file(path)
@@ -306,7 +306,7 @@ def read_sealed(path: Path, sha: str) -> bytes:
 def read_payload(path: Path, sha: str) -> Payload:
     """Read a payload; raises CorruptFile if the file does not have this SHA-256."""
     try:
-        return decode(read_sealed(path, sha), entries=MAX_LOCAL_ENTRIES)
+        return decode(read_verified(path, sha), entries=MAX_LOCAL_ENTRIES)
     except BadPayload as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
 
@@ -372,7 +372,7 @@ class StoredMemory(Memory):
 UPDATES = "updates"
 """The folder of kept updates in a run directory."""
 
-SEAL = "update_sha256"
+UPDATE_SHA256 = "update_sha256"
 """The field of a client's event with the SHA-256 of the kept update."""
 
 _FILE_NAME = re.compile(r"client(?P<client>\d+)-round(?P<round>\d+)-stage(?P<stage>\d+)")
@@ -399,7 +399,7 @@ class UpdateKeeper:
         def files() -> Iterator[tuple[Path, Content]]:
             for reply in replies:
                 data = encoded_parts(reply.content)
-                fields[reply.client] = {SEAL: digest(*data)}
+                fields[reply.client] = {UPDATE_SHA256: digest(*data)}
                 yield _path(self.folder, result.stage.round, result.stage.index, reply.client), data
 
         if replies:
@@ -449,7 +449,7 @@ def kept_updates(folder: Path) -> list[KeptUpdate]:
     if not updates.is_dir():
         raise ConfigError(f"{folder} has no kept updates; run it again with keep_updates = true")
     events = read_journal(folder / "journal.jsonl")
-    return [_kept_update(updates, event) for event in events if SEAL in event]
+    return [_kept_update(updates, event) for event in events if UPDATE_SHA256 in event]
 
 
 def _kept_update(updates: Path, event: Event) -> KeptUpdate:
@@ -461,7 +461,7 @@ def _kept_update(updates: Path, event: Event) -> KeptUpdate:
         client=event["client"],
         examples=event["examples"],
         path=update_file(updates, event),
-        sha256=event[SEAL],
+        sha256=event[UPDATE_SHA256],
     )
 
 

@@ -27,7 +27,7 @@ from fedstill.engines.serial import Memory, SerialEngine, Version
 from fedstill.running.checkpoint import Checkpoints, Restored, StoredMemory
 from fedstill.running.evaluation import Evaluation, answering_models, client_predictors_of
 from fedstill.running.extensions import run_context, run_extensions
-from fedstill.running.journal import CONFIG_SEAL, START, Journal, read_journal
+from fedstill.running.journal import CONFIG_SHA256, START, Journal, read_journal
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.recording import (
     OnRound,
@@ -35,7 +35,7 @@ from fedstill.running.recording import (
     Quiet,
     RunRecorder,
     data_fields,
-    examples_seal,
+    examples_digests,
     run_observers,
 )
 from fedstill.running.result import Result, summary_of, write_result
@@ -307,9 +307,9 @@ class Driver:
             progress=self.progress,
             start_fields={
                 **start_fields(settings, world),
-                CONFIG_SEAL: self.checkpoints.config,
+                CONFIG_SHA256: self.checkpoints.config,
                 **data_fields(prepared, has_split=self.split is not None),
-                **examples_seal(prepared),
+                **examples_digests(prepared),
             },
             rounds=settings.rounds,
             keepers=extensions.keepers,

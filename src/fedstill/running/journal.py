@@ -55,7 +55,7 @@ JOURNAL = "journal.jsonl"
 SUMMARY = "summary.json"
 """The files of a run directory. A run is finished once it has a summary."""
 
-CONFIG_SEAL = "config_sha256"
+CONFIG_SHA256 = "config_sha256"
 """The field of the event ``start`` that has the SHA-256 of the run's config.toml."""
 
 STOP_REASON = "stopped_because"
@@ -347,7 +347,7 @@ def without_times(value: Any) -> Any:
 
 def _varies(key: str) -> bool:
     """Whether a field may differ between runs that have the same bits."""
-    return key.startswith("seconds") or key == CONFIG_SEAL
+    return key.startswith("seconds") or key == CONFIG_SHA256
 
 
 def start_of_journal(folder: Path) -> Mapping[str, Any]:
@@ -373,42 +373,29 @@ def is_finished(folder: Path) -> bool:
 LATER_LOOKS = "why.jsonl"
 """The file of later looks, in the run's directory."""
 
-Look = dict[str, Any]
-"""An event of the measure ``contributions``, about one stage of one round."""
 
+def with_later_looks(folder: Path, measures: Sequence[Event], classes: int) -> list[Event]:
+    """A run's events of measures, in which later looks replace those of the journal at the same
+    rounds.
 
-def looks_of(folder: Path, measures: Sequence[Look] = (), classes: int = 0) -> list[Look]:
-    """Return all looks at a run's rounds, by round and stage.
+    Without later looks, the events keep their order; otherwise the looks come last, by round and
+    stage.
 
-    A later look replaces those of the journal at the same round.
-
-    ``measures``: the events of measures in the run's journal, if they have been read already.
     ``classes``: the number of the run's classes; 0 if unknown.
-    """
-    events = measures or read_journal(folder / JOURNAL)
-    return _merged_looks(events, _read_later_looks(folder, classes))
-
-
-def _merged_looks(events: Sequence[Look], later: Sequence[Look]) -> list[Look]:
-    """All looks by round and stage; later looks replace those among the events at their rounds."""
-    later_rounds = {look["round"] for look in later}
-    looks = [event for event in events if _is_look(event) and event["round"] not in later_rounds]
-    return sorted([*looks, *later], key=lambda look: (look["round"], look["stage"]))
-
-
-def with_later_looks(folder: Path, measures: Sequence[Look], classes: int) -> list[Look]:
-    """Return a run's events of measures, in which later looks replace those of the journal.
-
-    Without later looks, the events keep their order; otherwise the looks come last.
     """
     later = _read_later_looks(folder, classes)
     if not later:
         return list(measures)
+
+    later_rounds = {look["round"] for look in later}
+    earlier = [event for event in measures if _is_look(event)]
+    remaining = [look for look in earlier if look["round"] not in later_rounds]
+    looks = sorted([*remaining, *later], key=lambda look: (look["round"], look["stage"]))
     other_measures = [event for event in measures if not _is_look(event)]
-    return [*other_measures, *_merged_looks(measures, later)]
+    return [*other_measures, *looks]
 
 
-def add_looks(folder: Path, looks: Sequence[Look]) -> None:
+def add_looks(folder: Path, looks: Sequence[Event]) -> None:
     """Write later looks; they replace earlier later looks at the same rounds."""
     rounds = {look["round"] for look in looks}
     earlier = [look for look in _read_later_looks(folder) if look["round"] not in rounds]
@@ -417,10 +404,11 @@ def add_looks(folder: Path, looks: Sequence[Look]) -> None:
 
 
 def _is_look(event: Event) -> bool:
+    """Whether an event is of the measure ``contributions``, about one stage of one round."""
     return bool(event.get("measure") == "contributions")
 
 
-def _read_later_looks(folder: Path, classes: int = 0) -> list[Look]:
+def _read_later_looks(folder: Path, classes: int = 0) -> list[Event]:
     """Read the later looks; raises CorruptFile, with the line's number, if a line is malformed."""
     path = folder / LATER_LOOKS
     if not path.is_file():
@@ -530,7 +518,7 @@ def _noted_config(folder: Path) -> str:
     events = read_journal(journal, limit=1)
     if not events:
         return ""
-    return str(events[0].get(CONFIG_SEAL, ""))
+    return str(events[0].get(CONFIG_SHA256, ""))
 
 
 def _gap(events: Sequence[Event]) -> Damage | None:

@@ -56,7 +56,7 @@ from fedstill.models.predictors import predictor
 FINAL = "model.safetensors"
 """The name of the file."""
 
-MODEL_SEAL = "model_sha256"
+MODEL_SHA256 = "model_sha256"
 """The key of the file's SHA-256 in ``summary.json``."""
 
 
@@ -69,7 +69,7 @@ def read_final(path: Path) -> bytes:
     """
     data = read_file(path)
     try:
-        expected_sha256 = json.loads(read_file(path.parent / "summary.json")).get(MODEL_SEAL)
+        expected_sha256 = json.loads(read_file(path.parent / "summary.json")).get(MODEL_SHA256)
     except (OSError, ValueError, AttributeError, RecursionError):
         return data
     if path.name == FINAL and expected_sha256 not in (None, digest(data)):
@@ -283,7 +283,7 @@ def _misfits(params: Tensors, expected: Tensors) -> list[str]:
     ]
 
 
-def seal(place: str) -> str:
+def model_sha256(place: str) -> str:
     """The SHA-256 of the model file. A resume compares it with the file."""
     return digest(read_file(file_of(place)))
 
@@ -462,7 +462,7 @@ def body_of(
             f"the examples of the run are features of the model {place}, which does not exist; "
             "restore the file"
         )
-    if seal(place) != sha:
+    if model_sha256(place) != sha:
         raise CorruptFile(
             f"{place} has changed since the start of the run, and the run's head needs the "
             "features of the original model; restore the file"
@@ -525,7 +525,7 @@ def _features(
     """Features (n, D) of examples, from the cache if possible."""
     identity = [
         examples_digest(replace(examples, owners=None)),
-        seal(place),
+        model_sha256(place),
         repr(passes.model),
         repr(passes.inputs),
         str(torch.__version__),

@@ -103,7 +103,7 @@ def data_fields(prepared: Prepared, has_split: bool) -> Fields:
     return fields
 
 
-def examples_seal(prepared: Prepared) -> Fields:
+def examples_digests(prepared: Prepared) -> Fields:
     """The SHA-256 of the examples of each split.
 
     Empty for data of real sites, which stay there, and for features of a backbone, whose bits

@@ -49,7 +49,7 @@ from fedstill.running.journal import (
     start_of_journal,
     without_times,
 )
-from fedstill.running.model_files import seal
+from fedstill.running.model_files import model_sha256
 from fedstill.running.world import RunWorld
 from fedstill.version import VERSION
 
@@ -125,7 +125,7 @@ def start_fields(settings: Settings, world: RunWorld) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {**software(settings.device), "sources": code_digests(settings)}
     for key, place in _model_places(settings).items():
-        fields[key] = seal(place)
+        fields[key] = model_sha256(place)
     start = world.start
     if settings.start_from_partial and start is not None:
         log.warning("start_from = %r: %s", settings.start_from, start)
@@ -198,7 +198,9 @@ class RunIdentity:
         Raises ConfigError where there is no model.
         """
         places = _model_places(settings)
-        return [place for key, place in places.items() if self.models.get(key) != seal(place)]
+        return [
+            place for key, place in places.items() if self.models.get(key) != model_sha256(place)
+        ]
 
     def changed_data(self, start_now: Mapping[str, Any]) -> list[str]:
         """The ``DATA_FIELDS`` that are not what they were when the run began.

@@ -159,7 +159,7 @@ def read_split(folder: Path, start: Mapping[str, Any]) -> StoredSplit | None:
     if not isinstance(fields, Mapping):
         return None
     path = folder / SPLIT
-    data = _read_sealed(path, fields.get("sha256"))
+    data = _read_verified(path, fields.get("sha256"))
     network_names = tuple(str(name) for name in fields.get("networks", ()))
     try:
         split = _parse_split(data, network_names)
@@ -169,7 +169,7 @@ def read_split(folder: Path, start: Mapping[str, Any]) -> StoredSplit | None:
     return split
 
 
-def _read_sealed(path: Path, sha256: Any) -> bytes:
+def _read_verified(path: Path, sha256: Any) -> bytes:
     """The bytes of a split file; raises CorruptFile if they do not have the journal's SHA-256."""
     try:
         data = read_file(path)

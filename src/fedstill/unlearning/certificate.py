@@ -33,10 +33,10 @@ from fedstill.version import VERSION
 CERTIFICATE = "certificate.json"
 """The file's name in the directory of the new run."""
 
-SEALED_FILES = {"config": "config.toml", "journal": "journal.jsonl", "model": FINAL}
+CERTIFIED_FILES = {"config": "config.toml", "journal": "journal.jsonl", "model": FINAL}
 """The files of each run whose SHA-256 the certificate has, by their key there."""
 
-SEAL = "sha256"
+CERTIFICATE_SHA256 = "sha256"
 """The key of the SHA-256 of everything else in the certificate."""
 
 
@@ -65,14 +65,14 @@ def write_certificate(
             **strategy.statement(original, request),
         },
         "rounds": _rounds(original, folder),
-        "original": {"folder": str(original.folder.resolve()), **seals_of(original.folder)},
-        "unlearned": seals_of(folder),
+        "original": {"folder": str(original.folder.resolve()), **file_digests(original.folder)},
+        "unlearned": file_digests(folder),
         "measurements": measurements(original, folder, request, exact, backdoor),
     }
-    sealed: dict[str, Any] = json_value(certificate)
-    sealed[SEAL] = digest(_canonical(sealed))
-    write_whole(folder / CERTIFICATE, file_bytes(sealed))
-    return sealed
+    complete: dict[str, Any] = json_value(certificate)
+    complete[CERTIFICATE_SHA256] = digest(_canonical(complete))
+    write_whole(folder / CERTIFICATE, file_bytes(complete))
+    return complete
 
 
 def file_bytes(certificate: Mapping[str, Any]) -> bytes:
@@ -80,14 +80,14 @@ def file_bytes(certificate: Mapping[str, Any]) -> bytes:
     return json.dumps(certificate, indent=2).encode() + b"\n"
 
 
-def seals_of(folder: Path) -> dict[str, str]:
+def file_digests(folder: Path) -> dict[str, str]:
     """The SHA-256 of a run's config, journal and model."""
-    return {key: digest(read_file(folder / name)) for key, name in SEALED_FILES.items()}
+    return {key: digest(read_file(folder / name)) for key, name in CERTIFIED_FILES.items()}
 
 
 def _canonical(certificate: Mapping[str, Any]) -> bytes:
     """The bytes of which a certificate has the SHA-256."""
-    entries = {key: value for key, value in certificate.items() if key != SEAL}
+    entries = {key: value for key, value in certificate.items() if key != CERTIFICATE_SHA256}
     return json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -192,7 +192,7 @@ def read_certificate(folder: Path) -> Mapping[str, Any]:
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptFile(f"{path} cannot be read: {error}; unlearn again") from error
-    if not isinstance(certificate, dict) or certificate.get(SEAL) != digest(
+    if not isinstance(certificate, dict) or certificate.get(CERTIFICATE_SHA256) != digest(
         _canonical(certificate)
     ):
         raise CorruptFile(
@@ -212,14 +212,14 @@ def read_certificate(folder: Path) -> Mapping[str, Any]:
     return certificate
 
 
-def _check_files(folder: Path, seals: Mapping[str, str]) -> None:
-    for key, name in SEALED_FILES.items():
+def _check_files(folder: Path, digests: Mapping[str, str]) -> None:
+    for key, name in CERTIFIED_FILES.items():
         path = folder / name
         try:
             data = read_file(path)
         except OSError as error:
             raise CorruptFile(f"{path} cannot be read: {error.strerror}; restore it") from error
-        if digest(data) != seals[key]:
+        if digest(data) != digests[key]:
             raise CorruptFile(
                 f"{path} is not the file that the certificate names: its SHA-256 differs; restore "
                 "it, or unlearn again"

@@ -31,7 +31,7 @@ from fedstill.core.user_modules import trust_content
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import load_dataset
 from fedstill.running import runner
-from fedstill.running.checkpoint import SEAL, UPDATES, Restored, read_sealed, update_file
+from fedstill.running.checkpoint import UPDATE_SHA256, UPDATES, Restored, read_verified, update_file
 from fedstill.running.client_data import set_public_apart, subset, training_and_test_sets
 from fedstill.running.directory import new_directory
 from fedstill.running.driver import Driver
@@ -313,21 +313,21 @@ def _copy_memory(original: OriginalRun, folder: Path, start: StartPoint) -> None
         return
     make_folder(folder / "memory")
     write_together(
-        (folder / "memory" / name, read_sealed(original.folder / "memory" / name, sha))
+        (folder / "memory" / name, read_verified(original.folder / "memory" / name, sha))
         for name, sha in start.memory.values()
     )
 
 
 def _copy_updates(original: OriginalRun, folder: Path, start: StartPoint) -> None:
     """Copy the kept updates that the events before the start point name."""
-    events = [event for event in start.events if SEAL in event]
+    events = [event for event in start.events if UPDATE_SHA256 in event]
     if not events:
         return
     make_folder(folder / UPDATES)
     write_together(
         (
             update_file(folder / UPDATES, event),
-            read_sealed(update_file(original.folder / UPDATES, event), event[SEAL]),
+            read_verified(update_file(original.folder / UPDATES, event), event[UPDATE_SHA256]),
         )
         for event in events
     )
