@@ -18,7 +18,7 @@ from double import NEAR, widened
 from fedstill.config.resolve import resolve
 from fedstill.core.records import Tensors
 from fedstill.engines import hardware
-from fedstill.engines.hardware import WORKERS, side_by_side
+from fedstill.engines.hardware import WORKERS, run_in_parallel
 from fedstill.engines.step import FrozenModel, Teachers
 from fedstill.models import contract
 from fedstill.running.preparation import prepare
@@ -121,7 +121,7 @@ def test_a_job_has_one_thread_and_stays_in_order() -> None:
         return lambda: (i, torch.get_num_threads())
 
     for workers in (1, 2, 3):
-        assert side_by_side([job(i) for i in range(7)], workers) == [(i, 1) for i in range(7)]
+        assert run_in_parallel([job(i) for i in range(7)], workers) == [(i, 1) for i in range(7)]
 
 
 def test_the_number_of_threads_is_a_threads_own_setting() -> None:
@@ -147,7 +147,7 @@ def test_a_teacher_that_fails_says_so() -> None:
 
     for workers in (1, 2):
         with pytest.raises(ValueError, match="no such layer"):
-            side_by_side([broken, lambda: 1], workers)
+            run_in_parallel([broken, lambda: 1], workers)
 
 
 @pytest.mark.parametrize("augment", [(), ("flip",)])

@@ -32,7 +32,7 @@ from fedstill.core.process_settings import (
 from fedstill.core.records import Payload, Reply, Stage, State, Step, TrainingStart, World
 from fedstill.data.dataset import Dataset
 from fedstill.engines.devices import steady
-from fedstill.engines.hardware import side_by_side
+from fedstill.engines.hardware import run_in_parallel
 from fedstill.methods.fedavg import FedAvg
 from fedstill.running.recording import Quiet
 from run_bits import assert_same_bits, bits
@@ -387,10 +387,10 @@ def test_threads_that_test_shards_end_with_the_block() -> None:
         return threading.current_thread().name
 
     with process_settings():
-        used = set(side_by_side([name] * 4, 2))
+        used = set(run_in_parallel([name] * 4, 2))
         assert used <= {thread.name for thread in threading.enumerate()}
     assert not used & {thread.name for thread in threading.enumerate()}
-    used = set(side_by_side([name] * 4, 2))
+    used = set(run_in_parallel([name] * 4, 2))
     assert not used & {thread.name for thread in threading.enumerate()}
 
 

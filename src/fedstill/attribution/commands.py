@@ -13,6 +13,7 @@ from cyclopts import Parameter, validators
 from fedstill.cli.app import Flag, Quiet, say
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import in_shell
+from fedstill.running.journal import JOURNAL
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -125,7 +126,7 @@ def why_command(  # noqa: PLR0913 - the options of the command why
         "--exact": exact,
     }
     check_options([name for name, is_set in options.items() if is_set])
-    if not (directory / "journal.jsonl").is_file():
+    if not (directory / JOURNAL).is_file():
         return say(f"{directory} contains no run: {hint_without_run(directory)}", 2)
     if trust_code:
         trust_run(directory)
@@ -163,7 +164,7 @@ def _round_number(directory: Path, text: str | None) -> int | None:
         from fedstill.running.journal import read_journal
         from fedstill.running.selection import best_round_of
 
-        return best_round_of(directory, read_journal(directory / "journal.jsonl"))
+        return best_round_of(directory, read_journal(directory / JOURNAL))
     if not text.isdecimal() or int(text) == 0:
         raise ConfigError(f"--round {text} must be a whole number from 1, or best")
     return int(text)

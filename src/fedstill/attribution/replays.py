@@ -233,8 +233,8 @@ def _sampled_clients(stages: Sequence[Stage]) -> tuple[int, ...]:
     chained = tuple(stage.clients[0] for stage in stages if stage.sequential)
     if chained:
         return chained
-    side_by_side = [stage.clients for stage in stages if SERVER not in stage.clients]
-    return min(side_by_side, key=len)
+    parallel_stages = [stage.clients for stage in stages if SERVER not in stage.clients]
+    return min(parallel_stages, key=len)
 
 
 def sample_table(change: ClassChange, rounds: Sequence[SampledRound]) -> TextTable:

@@ -6,5 +6,5 @@ it.
   on a GPU ``cuda_graphs``.
 - Measures at clients, and cached replies: ``client_measures``, ``reply_cache``.
 - Passes over examples without training, and their cost: ``passes``.
-- Cores, memory and precision: ``hardware``.
+- Cores, memory and precision: ``hardware``; the devices of a config: ``devices``.
 """

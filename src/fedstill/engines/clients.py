@@ -315,14 +315,14 @@ class LoneClient(TrainingClients):
         fixed_inputs = None
         if not self.augments and sees_every_example(self.setup.plan, self.examples):
             fixed_inputs = self.examples.values
-        side_by_side = 1
+        parallel_passes = 1
         if len(self.setup.stage.clients) == 1:
             # In a stage with several clients, the other clients use the cores.
-            side_by_side = workers()
+            parallel_passes = workers()
         return Teachers(
             models=frozen_teachers(self.start.teachers, self.view.model),
             fixed_inputs=fixed_inputs,
-            workers=side_by_side,
+            workers=parallel_passes,
             precision=self.setup.teacher_precision,
         )
 

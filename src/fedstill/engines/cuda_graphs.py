@@ -405,7 +405,7 @@ class StepWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
-        self.state = _places(state)
+        self.state = _addresses(state)
         self.made_in_previous = made_in_previous
         self.made = {NO_MEMORY}
         """The addresses of the tensors that this step created."""
@@ -433,13 +433,13 @@ class StepWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ):
             self.cannot_replay = True
 
-        read_places = _places(_tensors((args, kwargs)))
+        read_addresses = _addresses(_tensors((args, kwargs)))
         writable = self.state | self.made
-        if not _places(outputs) <= writable:
+        if not _addresses(outputs) <= writable:
             self.cannot_replay = True
-        if (read_places - writable) & self.made_in_previous:
+        if (read_addresses - writable) & self.made_in_previous:
             self.cannot_replay = True
-        self.made |= _places(_tensors(result)) - read_places
+        self.made |= _addresses(_tensors(result)) - read_addresses
 
         numbers = [v for v in tree_leaves((args, kwargs)) if isinstance(v, int | float)]
         self.operations.append((func, *numbers))
@@ -467,7 +467,7 @@ def watched(
     device = arguments.inputs.x.device
     random_state = (random.getstate(), _numpy_state())
     # Arguments may reuse the memory of a tensor of the previous step.
-    made_in_previous = made_in_previous - _places(arguments.tensors())
+    made_in_previous = made_in_previous - _addresses(arguments.tensors())
     with StepWatch(device, state, made_in_previous) as watch, _sync_warnings(device) as waits:
         yield watch
     if waits or random_state != (random.getstate(), _numpy_state()):
@@ -541,12 +541,12 @@ def _tensors(values: Any) -> list[Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
-def _places(tensors: Iterable[Tensor]) -> set[int]:
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
     """The addresses of the memory of tensors. Views of a tensor have the same address."""
-    return {_place(tensor) for tensor in tensors}
+    return {_address(tensor) for tensor in tensors}
 
 
-def _place(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     if tensor.layout != torch.strided or tensor._is_zerotensor():
         return NO_MEMORY
     return tensor.untyped_storage().data_ptr()

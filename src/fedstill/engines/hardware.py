@@ -67,7 +67,7 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(previous)
 
 
-def side_by_side(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
+def run_in_parallel(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
     """Run jobs in parallel, and return their results in order. Each job has one torch thread, so
     that the bits do not depend on ``workers``.
     """
@@ -79,7 +79,7 @@ def side_by_side(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
     if not is_settled():
         # The threads end together with the context of process settings.
         with process_settings():
-            return side_by_side(jobs, workers)
+            return run_in_parallel(jobs, workers)
     futures = [_pool(workers).submit(job) for job in jobs]
     return [future.result() for future in futures]
 

@@ -142,7 +142,7 @@ class Training:
         self.recorder = self._make_recorder()
 
         self.sums = TermSums()
-        # The parameters after each epoch, by the client's place in the stack.
+        # The parameters after each epoch, by the client's index in the stack.
         self.epoch_params: dict[int, list[Tensors]] = {}
 
     def _trained_entries(self) -> dict[str, Tensor]:
@@ -221,8 +221,8 @@ class Training:
     def _store_params(self, ending: Sequence[int]) -> None:
         """Copy the parameters of the clients whose epoch ends."""
         params_by_client = self.clients.copies(self.params)
-        for place in ending:
-            self.epoch_params.setdefault(place, []).append(params_by_client[place])
+        for client_index in ending:
+            self.epoch_params.setdefault(client_index, []).append(params_by_client[client_index])
 
     def _outcomes(self, best: BestEpoch, last_batch: Batch | None) -> list[Trained]:
         params = self.params

@@ -69,14 +69,14 @@ class Sgd:
         self._update(with_momentum)
         self._update(without_momentum)
 
-    def _update(self, places: Sequence[int]) -> None:
-        """Update the leaves at these places in the list of leaves."""
-        if not places:
+    def _update(self, indices: Sequence[int]) -> None:
+        """Update the leaves at these indices in the list of leaves."""
+        if not indices:
             return
-        momentum = [self.momentum[i] for i in places]
+        momentum = [self.momentum[i] for i in indices]
         sgd(
-            [self.leaves[i] for i in places],
-            [_gradient(self.leaves[i]) for i in places],
+            [self.leaves[i] for i in indices],
+            [_gradient(self.leaves[i]) for i in indices],
             momentum,
             fused=True,
             weight_decay=self.plan.weight_decay,
@@ -87,7 +87,7 @@ class Sgd:
             maximize=False,
         )
         # For leaves without momentum, the call has put new tensors into the list.
-        for i, updated in zip(places, momentum, strict=True):
+        for i, updated in zip(indices, momentum, strict=True):
             self.momentum[i] = updated
 
 

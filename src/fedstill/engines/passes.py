@@ -23,7 +23,7 @@ from fedstill.core.keys import generator
 from fedstill.core.records import Examples, ModelSpec, Tensors
 from fedstill.core.trees import on_cpu
 from fedstill.data.inputs import Inputs
-from fedstill.engines.hardware import Precision, lowered, side_by_side
+from fedstill.engines.hardware import Precision, lowered, run_in_parallel
 from fedstill.models import contract
 from fedstill.models.functional import SHARD, channels_last
 from fedstill.models.predictors import CombinedPredictor, Predictor
@@ -180,7 +180,7 @@ def by_shard(
     if not is_long:
         return [first_result, *(run(start) for start in starts[1:])]
     jobs = [partial(run, start) for start in starts[1:]]
-    return [first_result, *side_by_side(jobs, workers)]
+    return [first_result, *run_in_parallel(jobs, workers)]
 
 
 def _may_use_threads(predict: Predict, examples: Examples, workers: int) -> bool:

@@ -94,7 +94,7 @@ class PooledEngine(SerialEngine):
 
         try:
             with self._set_up(stage), self._sharing_generators(stage, seed):
-                return self._side_by_side(reply, clients)
+                return self._parallel_replies(reply, clients)
         except SharedDraw:
             self._method_draws = True
         # Outside the except clause, because otherwise errors of clients would be chained to
@@ -112,7 +112,9 @@ class PooledEngine(SerialEngine):
             return True
         return max(step_cost(model, plan.batch) for model in models) > self.light_flops
 
-    def _side_by_side(self, reply: Callable[[int], Reply], clients: Sequence[int]) -> list[Reply]:
+    def _parallel_replies(
+        self, reply: Callable[[int], Reply], clients: Sequence[int]
+    ) -> list[Reply]:
         """The reply of each client, computed in threads.
 
         An exception cancels the clients that have not started. If several clients raise an

@@ -104,7 +104,7 @@ class _StackedConv2d(nn.Conv2d):
             clients: int, x: Tensor, weight: Tensor, bias: Tensor | None
         ) -> tuple[Tensor, int]:
             channels = functional.conv2d(
-                _side_by_side(x),
+                _clients_as_channels(x),
                 weight.flatten(0, 1),
                 None if bias is None else bias.flatten(),
                 stride=self.stride,
@@ -156,7 +156,7 @@ class _StackedMaxPool2d(nn.MaxPool2d):
                 # The memory order of ``convolved_by_products``
                 images = self._pooled(x.flatten(0, 1))
                 return images.view(clients, -1, *images.shape[1:]), 0
-            return _split_by_client(self._pooled(_side_by_side(x)), clients)
+            return _split_by_client(self._pooled(_clients_as_channels(x)), clients)
 
         return _StackedLayer.apply(pool, x)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -190,7 +190,7 @@ class _StackedLinear(nn.Linear):
         return _StackedLayer.apply(multiply, x, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _side_by_side(x: Tensor) -> Tensor:
+def _clients_as_channels(x: Tensor) -> Tensor:
     """Clients' images (K, B, C, H, W) as (B, K C, H, W), channels next to each other in memory."""
     return x.movedim(0, 1).flatten(1, 2).contiguous(memory_format=torch.channels_last)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core.records import OFF, ModelSpec, Teacher, Tensors, TrainingStart
-from fedstill.engines.hardware import Precision, lowered, side_by_side
+from fedstill.engines.hardware import Precision, lowered, run_in_parallel
 from fedstill.models import contract
 from fedstill.models.functional import SHARD, channels_last
 
@@ -284,7 +284,7 @@ class Teachers:
             for x in shards
         ]
         if all(x.device.type == "cpu" for x in shards):
-            results = side_by_side(passes, self.workers)
+            results = run_in_parallel(passes, self.workers)
         else:
             results = [run() for run in passes]
 

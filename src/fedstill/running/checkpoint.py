@@ -31,7 +31,7 @@ from fedstill.core.files import (
 )
 from fedstill.core.records import NOTHING, SERVER, ModelSpec, Payload, Stage, State
 from fedstill.engines.serial import Memory, Version
-from fedstill.running.journal import JournalMark, read_journal
+from fedstill.running.journal import JOURNAL, JournalMark, read_journal
 
 log = logging.getLogger("fedstill.checkpoint")
 
@@ -448,7 +448,7 @@ def kept_updates(folder: Path) -> list[KeptUpdate]:
     updates = folder / UPDATES
     if not updates.is_dir():
         raise ConfigError(f"{folder} has no kept updates; run it again with keep_updates = true")
-    events = read_journal(folder / "journal.jsonl")
+    events = read_journal(folder / JOURNAL)
     return [_kept_update(updates, event) for event in events if UPDATE_SHA256 in event]
 
 

@@ -41,6 +41,8 @@ from fedstill.methods.ridge import RIDGE
 from fedstill.running.client_data import NOISE, TRAIN, scale_data, split_data
 from fedstill.running.directory import clear, locked
 from fedstill.running.journal import (
+    CONFIG,
+    JOURNAL,
     STOP_REASON,
     check_journal,
     is_finished,
@@ -48,14 +50,15 @@ from fedstill.running.journal import (
     start_of_journal,
 )
 from fedstill.running.preparation import read_data, reading_options, with_pixels
+from fedstill.running.recording import NoProgress
 from fedstill.running.same_run import RunIdentity, why_not_same
 from fedstill.running.trackers import ready_trackers
 
 LONGEST_NAME = 255
-"""The most bytes that a file system takes as a name."""
+"""The maximum length of a file name, in bytes."""
 
 KEPT_OF_NAME = 150
-"""How many bytes of a longer one are kept."""
+"""The number of bytes that are kept of a longer name."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +304,7 @@ class StopSignals:
         self.event.set()
 
 
-class StopsOnSignal:
+class StopsOnSignal(NoProgress):
     """The watch of a worker's run. It displays nothing, and stops the run after the stage in which
     a signal came or the comparison ended.
     """
@@ -349,15 +352,6 @@ class StopsOnSignal:
         self.signals += 1
         if self.signals > 1:
             os._exit(1)
-
-    def started(self, folder: Path, round: int) -> None:
-        """Nothing."""
-
-    def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
-        """Nothing."""
-
-    def round(self, event: Mapping[str, Any], rounds: int) -> None:
-        """Nothing."""
 
     def stop(self) -> bool:
         """Whether a signal came, here or in the process that started the comparison, or that
@@ -500,7 +494,7 @@ class Outcome:
 
     def follow(self) -> None:
         """Read the rounds that were added to the run's journal since the last call."""
-        path = self.variant.folder / "journal.jsonl"
+        path = self.variant.folder / JOURNAL
         if self.state == "waiting" or not path.is_file():
             return
         size = path.stat().st_size
@@ -564,40 +558,76 @@ def carry_out_runs(
         StopSignals(multiprocessing.get_context("spawn").Event()) as signals,
         _workers(jobs, cards, signals) as pools,
     ):
-        running: dict[Future[RunEnd], _Started] = {}
-        is_broken = False
-        while waiting or running:
-            is_ending = signals.stop or is_broken
-            while not is_ending:
-                ready = _next(waiting, outcomes)
-                pool = _free_pool(pools)
-                if ready is None or pool is None:
-                    break
-                waiting.remove(ready)
-                ready.state = "running"
-                side_by_side = min(jobs, 1 + len(running) + len(waiting))
-                job = partial(
-                    _run_or_resume,
-                    ready.variant.experiment,
-                    ready.variant.folder,
-                    workers=os.environ.get(WORKERS) or str(max(1, cores() // side_by_side)),
-                    debug=debug,
-                    overwrite=overwrite,
-                    track=track,
-                )
-                running[pool.submit(job)] = _Started(ready, pool)
-            if is_ending and not running:
+        job_of = partial(_job, debug=debug, overwrite=overwrite, track=track)
+        queue = _Queue(outcomes, waiting, pools, job_of)
+        is_killed = False
+        while queue.waiting or queue.running:
+            is_ending = signals.stop or is_killed
+            if not is_ending:
+                queue.start_ready(jobs)
+            if is_ending and not queue.running:
                 break
-            finished, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
-            for future in finished:
-                is_broken |= isinstance(future.exception(), BrokenProcessPool)
-                started = running.pop(future)
-                started.pool.running -= 1
-                _finish(started.outcome, future, is_stopping=signals.stop)
+            is_killed |= queue.collect(signals)
             for outcome in outcomes:
                 outcome.follow()
             watch(outcomes)
     return outcomes
+
+
+@dataclass
+class _Queue:
+    """The runs of a comparison that are not finished, and the pools that execute them.
+
+    ``job_of``: the job of a variant, given the number of runs that share the cores.
+    """
+
+    outcomes: Sequence[Outcome]
+    waiting: list[Outcome]
+    pools: Sequence[_Pool]
+    job_of: Callable[[Variant, int], Callable[[], RunEnd]]
+    running: dict[Future[RunEnd], _Started] = field(default_factory=dict)
+
+    def start_ready(self, jobs: int) -> None:
+        """Start runs that wait for no other run, as long as a pool is free."""
+        while True:
+            ready = _next(self.waiting, self.outcomes)
+            pool = _free_pool(self.pools)
+            if ready is None or pool is None:
+                return
+            self.waiting.remove(ready)
+            ready.state = "running"
+            parallel_runs = min(jobs, 1 + len(self.running) + len(self.waiting))
+            job = self.job_of(ready.variant, parallel_runs)
+            self.running[pool.submit(job)] = _Started(ready, pool)
+
+    def collect(self, signals: StopSignals) -> bool:
+        """Note the ends of runs, for which this waits a short time; return whether a process was
+        killed.
+        """
+        is_killed = False
+        finished, _ = wait(self.running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+        for future in finished:
+            is_killed |= isinstance(future.exception(), BrokenProcessPool)
+            started = self.running.pop(future)
+            started.pool.running -= 1
+            _finish(started.outcome, future, is_stopping=signals.stop)
+        return is_killed
+
+
+def _job(
+    variant: Variant, parallel_runs: int, *, debug: bool, overwrite: bool, track: Sequence[str]
+) -> Callable[[], RunEnd]:
+    """The job that starts or resumes a run beside others, with its share of the cores."""
+    share = max(1, cores() // parallel_runs)
+    return partial(
+        _run_or_resume,
+        variant.experiment,
+        variant.folder,
+        workers=os.environ.get(WORKERS) or str(share),
+        debug=debug,
+        overwrite=overwrite,
+        track=track,
+    )
 
 
 IMPORTED_ONCE = ("fedstill.running.runner", "numpy.random")
@@ -608,7 +638,7 @@ process that has imported them.
 
 @dataclass
 class _Pool:
-    """Processes that carry runs out, ``size`` at once.
+    """A pool that executes up to ``size`` runs in parallel.
 
     ``card``: the only CUDA card that they see, by its name in ``CUDA_VISIBLE_DEVICES``; empty if
     they see those of this process. ``running``: the number of runs under way.
@@ -631,7 +661,7 @@ class _Pool:
 
 @dataclass(frozen=True)
 class _Started:
-    """A run under way, and where."""
+    """A run in progress, and its pool."""
 
     outcome: Outcome
     pool: _Pool
@@ -721,8 +751,8 @@ DONE = RunEnd(0)
 STOPPED = RunEnd(1, "stopped")
 KILLED = RunEnd(
     1,
-    "its process, or one beside it, was killed, as the system does where memory is short; the same "
-    "command goes on, perhaps with fewer --jobs",
+    "this or another worker process was killed, perhaps because memory ran out; run the same "
+    "command again to continue, with fewer --jobs if necessary",
 )
 
 
@@ -745,7 +775,7 @@ def _is_up_to_date(run: Variant) -> bool:
 def _is_complete(folder: Path) -> bool:
     """Whether a run is finished and its journal is complete. A resume reports what is missing."""
     try:
-        check_journal(folder, read_journal(folder / "journal.jsonl"))
+        check_journal(folder, read_journal(folder / JOURNAL))
     except CorruptFile:
         return False
     return is_finished(folder)
@@ -786,7 +816,7 @@ def _run_or_resume(
         with StopsOnSignal().handling_signals() as watch:
             if watch.stop():
                 return STOPPED
-            if (folder / "config.toml").is_file():
+            if (folder / CONFIG).is_file():
                 try:
                     runner.resume(folder, watch=watch, debug=debug, track=track)
                     return DONE

@@ -182,8 +182,8 @@ def single_class(data: ReadData) -> str:
     if len(dataset.classes) != 1:
         return ""
     return (
-        f"{dataset.name} holds one class, {dataset.classes[0]!r}: any model is right about it; "
-        "give examples of two classes and more"
+        f"{dataset.name} has only the class {dataset.classes[0]!r}, so every model is right; give "
+        "examples of at least two classes"
     )
 
 
@@ -237,7 +237,7 @@ def untrained_domain(data: ReadData) -> str:
             column = data.settings.named.stream.values["column"]
             return (
                 f"stream.column = {column!r}: {name!r} has test examples and no training examples, "
-                "so it can be no task; leave these rows out of the test split"
+                "so it cannot be a task; leave these rows out of the test split"
             )
     return ""
 
@@ -541,12 +541,12 @@ def forbidden_robust_mean(run: PlannedRun) -> str:
 
 def too_few_compared(run: PlannedRun) -> str:
     """Too few clients in a stage for a robust mean."""
-    side_by_side = max(len(stage.clients) for stage in run.first_round)
-    if side_by_side >= FEWEST_COMPARED:
+    largest_stage = max(len(stage.clients) for stage in run.first_round)
+    if largest_stage >= FEWEST_COMPARED:
         return ""
     return (
         f"aggregation = {run.aggregation!r} of method {run.method_name} needs at least "
-        f"{FEWEST_COMPARED} clients side by side, and a stage has {side_by_side}; set "
+        f"{FEWEST_COMPARED} clients side by side, and a stage has {largest_stage}; set "
         "topology.kind = 'parallel' and topology.sampled, or aggregation = 'examples'"
     )
 

@@ -46,6 +46,7 @@ from fedstill.core.files import (
 )
 from fedstill.core.registry import LIVE, short_name
 from fedstill.core.user_modules import code_named_by, trust_code_of
+from fedstill.running.journal import CONFIG, JOURNAL, SUMMARY
 from fedstill.running.split_file import SPLIT
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def code_of_run(folder: Path) -> Iterator[None]:
 
     The user trusts runs that they made on this machine, and those of ``trust_run``.
     """
-    with code_named_by(folder / "config.toml", _config_bytes(folder)):
+    with code_named_by(folder / CONFIG, _config_bytes(folder)):
         yield
 
 
@@ -73,15 +74,15 @@ def trust_run(folder: Path) -> None:
 
 
 def _config_bytes(folder: Path) -> bytes:
-    """Return the content of config.toml; empty if it cannot be read, which its readers report."""
+    """The content of config.toml; empty if it cannot be read, which its readers report."""
     try:
-        return read_file(folder / "config.toml")
+        return read_file(folder / CONFIG)
     except OSError:
         return b""
 
 
 def settings_of(folder: Path, **live: Any) -> Settings:
-    """Return the settings of an existing run, from its config.toml.
+    """The settings of an existing run, from its config.toml.
 
     ``live``: the objects that the run got from Python, by table (``method``, ``model``,
     ``partition``).
@@ -95,7 +96,7 @@ def settings_of(folder: Path, **live: Any) -> Settings:
     from fedstill.config.resolve import resolve
     from fedstill.core.method import Method
 
-    path = folder / "config.toml"
+    path = folder / CONFIG
     try:
         tree = read_toml(path)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -121,7 +122,7 @@ def settings_of(folder: Path, **live: Any) -> Settings:
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """Return the directories of the runs in the folder of a comparison, GROUP/seedN each."""
+    """The directories of the runs in the folder of a comparison, GROUP/seedN each."""
     return sorted(path.parent for path in folder.glob("*/seed*/config.toml"))
 
 
@@ -143,7 +144,7 @@ def hint_without_run(folder: Path) -> str:
             hint += f"; `fedstill run {in_shell(folder)}` begins one"
         return hint
     problem = "there is no such directory"
-    if (folder / "config.toml").is_file():
+    if (folder / CONFIG).is_file():
         problem = "it has no journal.jsonl"
     elif folder.is_dir():
         problem = "there is no config.toml in it"
@@ -219,8 +220,8 @@ def clear(folder: Path) -> None:
     entries = _check_foreign(folder)
     # Without its config, nobody can resume the run. The journal is deleted last: it shows that the
     # directory is a run's, so that a clearing that was interrupted can be repeated.
-    remove(folder / "config.toml")
-    for entry in sorted(entries, key=lambda entry: entry.name == "journal.jsonl"):
+    remove(folder / CONFIG)
+    for entry in sorted(entries, key=lambda entry: entry.name == JOURNAL):
         if entry.name in IN_USE:
             continue
         if entry.path.is_dir():
@@ -230,7 +231,7 @@ def clear(folder: Path) -> None:
 
 
 def _check_foreign(folder: Path) -> list[DirectoryEntry]:
-    """Return the entries of a run's directory, files before the folder that they are in.
+    """The entries of a run's directory, files before the folder that they are in.
 
     Raises RunExists if there is one that fedstill did not write.
     """
@@ -271,7 +272,7 @@ def _first_five(names: Sequence[str]) -> str:
 
 
 def _entries_below(folder: Path, top: Path) -> Iterator[DirectoryEntry]:
-    """Yield all files and folders in a folder, each folder after its content.
+    """All files and folders in a folder, each folder after its content.
 
     Links are not followed. Names are relative to ``top``.
     """
@@ -307,13 +308,13 @@ def holds_run(folder: Path) -> bool:
     Its journal shows this or, if the run has not written its journal yet, a complete config.toml.
     """
     try:
-        with open_to_read(folder / "journal.jsonl") as journal:
+        with open_to_read(folder / JOURNAL) as journal:
             if journal.readline().startswith(b'{"event":"start"'):
                 return True
     except OSError:
         pass
     try:
-        return set(read_toml(folder / "config.toml")) >= CONFIG_TABLES
+        return set(read_toml(folder / CONFIG)) >= CONFIG_TABLES
     except (OSError, ValueError):
         return False
 
@@ -330,7 +331,7 @@ ANOTHER_OUT = "choose another --out"
 
 
 def _messages(problem: str) -> tuple[str, str]:
-    """Return the two texts of an error about a directory: for Python and for the command line."""
+    """The two texts of an error about a directory: for Python and for the command line."""
     return f"{problem}; {ANOTHER_DIRECTORY}", f"{problem}; {ANOTHER_OUT}"
 
 
@@ -358,7 +359,7 @@ def new_directory(settings: Settings, out: Path | None, overwrite: bool = False)
 
 
 def _base_name(settings: Settings) -> str:
-    """Return the name of a run's directory without its number: method, data and seed."""
+    """The name of a run's directory without its number: method, data and seed."""
     # A method or a data set from a user's file is called PATH:NAME. Neither "/" nor ":" may be in
     # the name of a directory on all systems.
     method = settings.named.method.name.rpartition("/")[2].replace(":", "-")
@@ -425,7 +426,7 @@ def check_no_links(folder: Path) -> None:
 
 
 def _written_entries(folder: Path, top: Path) -> Iterator[DirectoryEntry]:
-    """Yield the entries below a folder that have the names of files or folders of fedstill."""
+    """The entries below a folder that have the names of files or folders of fedstill."""
     for path in folder.iterdir():
         name = path.relative_to(top).as_posix()
         is_written = RUN_FILES.fullmatch(name) is not None or name in FOLDERS_OF_TABLES
@@ -512,9 +513,7 @@ def _holder_text(folder: Path) -> str:
 # Packs: the evidence of all runs in a folder, in one compressed file beside it.
 
 
-EVIDENCE = frozenset(
-    {"config.toml", "journal.jsonl", "summary.json", "certificate.json", SPLIT, "entry.toml"}
-)
+EVIDENCE = frozenset({CONFIG, JOURNAL, SUMMARY, "certificate.json", SPLIT, "entry.toml"})
 """Names of the files in a pack.
 
 They are the configuration, the journal, the final numbers, the certificate of an unlearning, the
@@ -575,7 +574,7 @@ def pack(folder: Path) -> Path:
 
 
 def _archive(folder: Path, files: Sequence[Path]) -> bytes:
-    """Return an uncompressed archive of files, with their paths relative to the folder."""
+    """An uncompressed archive of files, with their paths relative to the folder."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for path in files:
@@ -591,8 +590,8 @@ def _archive(folder: Path, files: Sequence[Path]) -> bytes:
 
 def _warn_of_unfinished(files: Sequence[Path]) -> None:
     """Warn of runs without a summary, since a pack has no checkpoints to resume them from."""
-    finished = {path.parent for path in files if path.name == "summary.json"}
-    runs = [path.parent for path in files if path.name == "config.toml"]
+    finished = {path.parent for path in files if path.name == SUMMARY}
+    runs = [path.parent for path in files if path.name == CONFIG]
     unfinished = [str(run) for run in runs if run not in finished]
     if unfinished:
         log.warning(
@@ -602,7 +601,7 @@ def _warn_of_unfinished(files: Sequence[Path]) -> None:
 
 
 def _format_of(entry: tarfile.TarInfo) -> Literal[0, 1, 2]:
-    """Return ustar, or the newer pax format if the file's name is too long for ustar."""
+    """The archive format: ustar, or pax if the file's name is too long for ustar."""
     try:
         entry.tobuf(tarfile.USTAR_FORMAT)
     except ValueError:
@@ -611,19 +610,19 @@ def _format_of(entry: tarfile.TarInfo) -> Literal[0, 1, 2]:
 
 
 def pack_of(folder: Path) -> Path:
-    """Return the pack of a folder: NAME.runs.tar.xz beside NAME."""
+    """The pack of a folder: NAME.runs.tar.xz beside NAME."""
     return folder.with_name(folder.name + SUFFIX)
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder of which a path is the pack; any other path as it is."""
+    """The folder of which a path is the pack; any other path as it is."""
     if not path.name.endswith(SUFFIX):
         return path
     return path.with_name(path.name.removesuffix(SUFFIX))
 
 
 def readable(path: Path) -> Path:
-    """Return a folder to read runs from: ``path`` itself or, for a pack, its files in the cache.
+    """A folder to read runs from: ``path`` itself or, for a pack, its files in the cache.
 
     A path that does not exist stands for its pack (``NAME.runs.tar.xz``), or for a folder in the
     pack of a parent folder. So does a folder without runs, for example one with only a report.
@@ -639,14 +638,14 @@ def readable(path: Path) -> Path:
 
 
 def _cached(packed: Path) -> Path:
-    """Return the folder of a pack's files in the cache; they are unpacked once."""
+    """The folder of a pack's files in the cache; they are unpacked once."""
     with packed.open("rb") as file:
         key = hashlib.file_digest(file, "sha256").hexdigest()[:20]
     return _unpack_to(packed, cache_folder() / "evidence" / key)
 
 
 def packs_below(folder: Path) -> Iterator[Path]:
-    """Yield the packs in a folder and its subfolders, except those that are unpacked beside it."""
+    """The packs in a folder and its subfolders, except those that are unpacked beside it."""
     for packed in sorted(folder.rglob(f"*{SUFFIX}")):
         if _is_packed(folder_of(packed)):
             yield packed
@@ -772,7 +771,7 @@ def _write_member(member: _Member, path: Path) -> None:
 
 
 def _members(packed: Path) -> Iterator[_Member]:
-    """Yield the files in a pack, which may come from a stranger.
+    """The files in a pack, which may come from a stranger.
 
     It is read as a stream, so that nothing is stored before its size has been checked. Raises
     ValueError if the pack has anything but evidence of runs, or exceeds a limit.
@@ -836,11 +835,11 @@ class _Decompressed:
         self._count = 0
 
     def read(self, size: int) -> bytes:
-        """Return the next ``size`` bytes; raises EOFError if there are fewer."""
+        """The next ``size`` bytes; raises EOFError if there are fewer."""
         return b"".join(self.parts(size))
 
     def parts(self, size: int) -> Iterator[bytes]:
-        """Yield the next ``size`` bytes in parts; raises EOFError if there are fewer."""
+        """The next ``size`` bytes in parts; raises EOFError if there are fewer."""
         while size > 0:
             part = self._next_part(min(size, _READ_BYTES))
             size -= len(part)
@@ -852,7 +851,7 @@ class _Decompressed:
             self._next_part(_READ_BYTES)
 
     def _next_part(self, most: int) -> bytes:
-        """Return some of the next bytes, at most ``most``."""
+        """Some of the next bytes, at most ``most``."""
         compressed = b""
         if self._decoder.needs_input:
             compressed = self._file.read(_READ_BYTES)
@@ -872,13 +871,13 @@ def _stays_inside(path: PurePosixPath) -> bool:
 
 
 def _names_in(packed: Path) -> set[str]:
-    """Return the paths of the files in a pack; raises CorruptFile if it cannot be read."""
+    """The paths of the files in a pack; raises CorruptFile if it cannot be read."""
     with _pack_errors(packed):
         return {member.name for member in _members(packed)}
 
 
 def _evidence_below(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder that are packed.
+    """The files below a folder that are packed.
 
     Raises ConfigError for a link: a pack must not contain a file from elsewhere.
     """

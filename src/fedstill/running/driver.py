@@ -27,7 +27,7 @@ from fedstill.engines.serial import Memory, SerialEngine, Version
 from fedstill.running.checkpoint import Checkpoints, Restored, StoredMemory
 from fedstill.running.evaluation import Evaluation, answering_models, client_predictors_of
 from fedstill.running.extensions import run_context, run_extensions
-from fedstill.running.journal import CONFIG_SHA256, START, Journal, read_journal
+from fedstill.running.journal import CONFIG, CONFIG_SHA256, JOURNAL, START, Journal, read_journal
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.recording import (
     OnRound,
@@ -48,12 +48,14 @@ from fedstill.running.trackers import Named, Track, Tracking
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
+log = logging.getLogger("fedstill.run")
+
 P = ParamSpec("P")
 T = TypeVar("T")
 Driven = TypeVar("Driven")
 
-Place = Literal["here", "ray", "federation"]
-"""The place of a run's server: this process, Flower's simulation, or a federation."""
+ServerLocation = Literal["here", "ray", "federation"]
+"""The location of a run's server: this process, Flower's simulation, or a federation."""
 
 
 class RunEngine(Engine, Protocol):
@@ -125,8 +127,8 @@ def remote_engine(settings: Settings) -> RemoteEngine | None:
     return engine
 
 
-def place_of(settings: Settings) -> Place:
-    """The place of a run's server: this process, a simulation, or a federation."""
+def server_location(settings: Settings) -> ServerLocation:
+    """The location of a run's server: this process, a simulation, or a federation."""
     if settings.engine != "flower":
         return "here"
     if settings.flower.federation:
@@ -173,7 +175,7 @@ def identity_of(folder: Path) -> str:
     Before the journal has a first line, the identity is a name in a file. A resumed run then has
     the same identity, so that clients do not add noise to their sums twice.
     """
-    if (folder / "journal.jsonl").stat().st_size > 0:
+    if (folder / JOURNAL).stat().st_size > 0:
         return name_for_clients(folder)
     path = folder / NAME_BEFORE_START
     if not path.is_file():
@@ -210,9 +212,6 @@ def complete(prepared: Prepared, engine: RunEngine, context: RunContext) -> Coll
     return Collected(prepared, remote.informed(engine, prepared), result)
 
 
-log = logging.getLogger("fedstill.run")
-
-
 @dataclass
 class Driver:
     """Executes a run.
@@ -231,7 +230,7 @@ class Driver:
 
     def __post_init__(self) -> None:
         self.tracking = Tracking(self.folder, self.prepared.settings, self.trackers)
-        self.journal = Journal(self.folder / "journal.jsonl", self._on_event)
+        self.journal = Journal(self.folder / JOURNAL, self._on_event)
         self.engine: RunEngine = engine_of(
             self.prepared, self.folder, lambda: identity_of(self.folder), self.grid
         )
@@ -243,7 +242,7 @@ class Driver:
             self.engine = replace(self.engine, stops_on_failure=stops)
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints",
-            digest(read_file(self.folder / "config.toml")),
+            digest(read_file(self.folder / CONFIG)),
             memory_folder,
             self.prepared.settings.keep_checkpoints_every or 0,
         )

@@ -28,6 +28,7 @@ from fedstill.core.files import (
 from fedstill.metrics.accuracy import Values
 from fedstill.running.directory import readable
 from fedstill.running.journal import (
+    JOURNAL,
     Event,
     check_journal,
     events_by_name,
@@ -318,7 +319,7 @@ def run_frames(run: Path) -> dict[str, pandas.DataFrame]:
     journal is damaged or missing.
     """
     folder = readable(run)
-    events = read_journal(folder / "journal.jsonl")
+    events = read_journal(folder / JOURNAL)
     check_journal(folder, events)
     classes = [str(name) for event in events[:1] for name in event.get("classes", [])]
     by_name = events_by_name(events)

@@ -51,9 +51,13 @@ VERSIONS = ("fedstill", "torch", "numpy", "python", "card")
 """The fields of the event ``start`` that name the software and, for a run on a GPU, the card."""
 
 CONFIG = "config.toml"
+"""The file of a run's settings in its directory."""
+
 JOURNAL = "journal.jsonl"
+"""The file of a run's events in its directory."""
+
 SUMMARY = "summary.json"
-"""The files of a run directory. A run is finished once it has a summary."""
+"""The file of a run's results in its directory. A run is finished once it has a summary."""
 
 CONFIG_SHA256 = "config_sha256"
 """The field of the event ``start`` that has the SHA-256 of the run's config.toml."""
@@ -142,7 +146,7 @@ class Journal:
         return self.mark()
 
     def mark(self) -> JournalMark:
-        """Return the mark of the journal's end, without flushing to the disk."""
+        """The mark of the journal's end, without flushing to the disk."""
         return JournalMark(self._file.tell(), self._sum.hexdigest())
 
     def cut(self, mark: JournalMark) -> None:
@@ -230,7 +234,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def _read_lines(path: Path, limit: int | None = None) -> list[bytes]:
-    """Return the lines of a file, at most ``limit``."""
+    """The lines of a file, at most ``limit``."""
     try:
         with open_to_read(path) as file:
             return list(itertools.islice(file, limit))
@@ -293,7 +297,7 @@ def parse_client_number(folder: Path, text: str) -> int:
 
 
 def client_number_by_name(name: str, start: Event) -> int | None:
-    """Return the number of the client that has this name in the data, or None if there is none.
+    """The number of the client that has this name in the data, or None if there is none.
 
     Unlike ``parse_client_number``, it does not accept a number: ``"3"`` is a name here.
 
@@ -307,11 +311,11 @@ def client_number_by_name(name: str, start: Event) -> int | None:
 
 
 def _names_at_start(folder: Path, key: str) -> list[str]:
-    """Return the names in a field of a run's first event, or none if there is no such field."""
+    """The names in a field of a run's first event, or none if there is no such field."""
     if not folder.is_dir():
         return []
     names: list[str] = []
-    for start in read_journal(folder / "journal.jsonl", limit=1):
+    for start in read_journal(folder / JOURNAL, limit=1):
         names.extend(nfc(str(name)) for name in start.get(key, ()))
     return names
 
@@ -334,7 +338,7 @@ def _parse_number(kind: str, text: str, names: Sequence[str]) -> int:
 
 
 def without_times(value: Any) -> Any:
-    """Return an event without its times and the checksum of the config.
+    """An event without its times and the checksum of the config.
 
     The remaining fields have the same bits after a resume, and with every engine.
     """
@@ -353,7 +357,7 @@ def _varies(key: str) -> bool:
 def start_of_journal(folder: Path) -> Mapping[str, Any]:
     """The event ``start`` of the run in a folder; empty if it has not started or is damaged."""
     try:
-        with open_to_read(folder / "journal.jsonl") as journal:
+        with open_to_read(folder / JOURNAL) as journal:
             start = json.loads(journal.readline())
     except (OSError, ValueError, RecursionError):
         return {}
@@ -434,7 +438,7 @@ def check_config(folder: Path) -> None:
 
     Its SHA-256 is in the journal's first event.
     """
-    path = folder / "config.toml"
+    path = folder / CONFIG
     try:
         noted = _noted_config(folder)
         same = not noted or noted == digest(read_file(path))
@@ -455,7 +459,7 @@ def check_checkpoints(folder: Path) -> None:
 
     Without this check, it would start again from round 1.
     """
-    journal = folder / "journal.jsonl"
+    journal = folder / JOURNAL
     has_checkpoint = any((folder / "checkpoints").glob("*.json"))
     if is_finished(folder) or has_checkpoint or not journal.is_file():
         return
@@ -480,14 +484,14 @@ def check_journal(folder: Path, events: Sequence[Event]) -> None:
     """
     if not is_finished(folder):
         return
-    path = folder / "summary.json"
+    path = folder / SUMMARY
     try:
         summary = dict(json.loads(read_file(path)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CorruptFile(
             f"{path} is damaged: {error}; delete it, then continue with `fedstill resume`"
         ) from error
-    journal = folder / "journal.jsonl"
+    journal = folder / JOURNAL
     data = read_file(journal)
     damage = _gap(events) or _damage_at_end(events, summary)
     if damage is None and not data.endswith(b"\n"):
@@ -495,7 +499,7 @@ def check_journal(folder: Path, events: Sequence[Event]) -> None:
     if damage is None:
         damage = _change_before_checkpoint(folder, data)
     if damage is not None:
-        config = in_shell(folder / "config.toml")
+        config = in_shell(folder / CONFIG)
         raise CorruptFile(
             f"{journal}, line {damage.line}, is not what was written: {damage.problem}; restore "
             f"the file, or begin the run anew: fedstill run {config} --out {in_shell(folder)} "
@@ -512,7 +516,7 @@ class Damage(NamedTuple):
 
 def _noted_config(folder: Path) -> str:
     """The SHA-256 of config.toml according to a run's journal; empty if the journal has none."""
-    journal = folder / "journal.jsonl"
+    journal = folder / JOURNAL
     if not journal.is_file():
         return ""
     events = read_journal(journal, limit=1)

@@ -413,7 +413,7 @@ class JournalChecker:
         return ""
 
     def _problem_of_order(self, event: Event) -> str:
-        """In what an event does not follow those before it."""
+        """The problem with an event's position after the earlier ones; empty if there is none."""
         name = event["event"]
         if (name == "start") == self._has_started:
             self._has_started = True
@@ -458,7 +458,7 @@ class JournalChecker:
         return ""
 
     def _problem_of_report(self, event: Event) -> str:
-        """Which of a client's further fields no client may report."""
+        """The problem with a field that a client may not report; empty if there is none."""
         if event.keys() <= KNOWN_OF_CLIENT:
             return ""
         for name in sorted(event.keys() - KNOWN_OF_CLIENT):
@@ -541,7 +541,7 @@ MISSING = object()
 
 
 @dataclass(frozen=True)
-class Place:
+class FieldValue:
     """A value in an event, and its path, such as "models.aggregated.noise"."""
 
     path: str
@@ -555,18 +555,20 @@ def problem_of_lists(event: Event, classes: int) -> str:
     """
     for path, form in list_forms(event["measure"]).items():
         lists = _Lists(event, classes, form.entries)
-        for place in _places(event, path.split("/")):
+        for field in _field_values(event, path.split("/")):
             problem = ""
-            if place.value is not MISSING:
-                problem = lists.problem(place, form.axes)
+            if field.value is not MISSING:
+                problem = lists.problem(field, form.axes)
             elif not form.is_optional:
-                problem = f"it has no {place.path}"
+                problem = f"it has no {field.path}"
             if problem:
                 return f"the measure {event['measure']!r} is wrong: {problem}"
     return ""
 
 
-def _places(table: Mapping[str, Any], names: Sequence[str], above: str = "") -> Iterator[Place]:
+def _field_values(
+    table: Mapping[str, Any], names: Sequence[str], above: str = ""
+) -> Iterator[FieldValue]:
     """The values at a path in nested tables; the name ``*`` stands for all names of a table."""
     name, *further = names
     keys = [name]
@@ -576,11 +578,11 @@ def _places(table: Mapping[str, Any], names: Sequence[str], above: str = "") -> 
         value = table.get(key, MISSING)
         path = f"{above}{key}"
         if not further:
-            yield Place(path, value)
+            yield FieldValue(path, value)
         elif isinstance(value, dict):
-            yield from _places(value, further, f"{path}.")
+            yield from _field_values(value, further, f"{path}.")
         elif name != "*":
-            yield Place(".".join([path, *further]), MISSING)
+            yield FieldValue(".".join([path, *further]), MISSING)
 
 
 @dataclass(frozen=True)
@@ -591,30 +593,30 @@ class _Lists:
     classes: int
     entries: Entries
 
-    def problem(self, place: Place, axes: Sequence[str | int]) -> str:
+    def problem(self, field: FieldValue, axes: Sequence[str | int]) -> str:
         """What is wrong with a value that should be a list over these axes; empty if nothing is."""
         if not axes:
-            return self._problem_of_entries(place.path, [place.value])
+            return self._problem_of_entries(field.path, [field.value])
         axis, *inner_axes = axes
-        values = place.value
+        values = field.value
         if isinstance(axis, str) and axis.startswith("["):
             if not isinstance(values, list):
-                return self._problem_of_entries(place.path, [values])
+                return self._problem_of_entries(field.path, [values])
             axis = axis.strip("[]")
         if not isinstance(values, list):
-            return f"{place.path} is not a list"
-        problem = self._problem_of_length(place.path, values, axis)
+            return f"{field.path} is not a list"
+        problem = self._problem_of_length(field.path, values, axis)
         if problem:
             return problem
         if not inner_axes:
-            return self._problem_of_entries(place.path, values)
+            return self._problem_of_entries(field.path, values)
         for position, value in enumerate(values):
-            problem = self.problem(Place(f"{place.path}[{position}]", value), inner_axes)
+            problem = self.problem(FieldValue(f"{field.path}[{position}]", value), inner_axes)
             if problem:
                 return problem
         lengths = {len(value) for value in values if isinstance(value, list)}
         if len(lengths) > 1:
-            return f"the lists in {place.path} differ in length"
+            return f"the lists in {field.path} differ in length"
         return ""
 
     def _problem_of_length(self, path: str, values: Sequence[Any], axis: str | int) -> str:

@@ -43,12 +43,15 @@ from fedstill.core.records import Examples, ModelSpec, Tensors, matches
 from fedstill.core.user_modules import code_named_by, trust_content
 from fedstill.data.dataset import Dataset, DatasetInfo, examples_digest
 from fedstill.data.inputs import Inputs
-from fedstill.engines.hardware import side_by_side, workers
+from fedstill.engines.hardware import run_in_parallel, workers
 from fedstill.engines.passes import ModelPasses
 from fedstill.models import contract
 from fedstill.models.building import held_entries, hold, is_added, sha256_of
 from fedstill.models.functional import SHARD
 from fedstill.models.predictors import predictor
+from fedstill.running.journal import SUMMARY
+
+log = logging.getLogger("fedstill.backbone")
 
 # The final model in a run's directory, whose SHA-256 is in ``summary.json``.
 
@@ -69,7 +72,7 @@ def read_final(path: Path) -> bytes:
     """
     data = read_file(path)
     try:
-        expected_sha256 = json.loads(read_file(path.parent / "summary.json")).get(MODEL_SHA256)
+        expected_sha256 = json.loads(read_file(path.parent / SUMMARY)).get(MODEL_SHA256)
     except (OSError, ValueError, AttributeError, RecursionError):
         return data
     if path.name == FINAL and expected_sha256 not in (None, digest(data)):
@@ -176,17 +179,17 @@ PARALLEL_PREFIX = "module."
 """The prefix that torch's DataParallel adds to each name."""
 
 
-def file_of(place: str) -> Path:
+def file_of(source: str) -> Path:
     """The model file that ``start_from`` names: a file, or the final model in a run's directory.
 
     Raises ConfigError if there is no such file.
     """
-    path = Path(place)
+    path = Path(source)
     if path.is_dir():
         path = path / FINAL
     if not path.is_file():
         raise ConfigError(
-            f"start_from = {place!r}: there is no model; name the directory of a finished run, or "
+            f"start_from = {source!r}: there is no model; name the directory of a finished run, or "
             "a .safetensors, .pt or .pth file"
         )
     return path
@@ -215,7 +218,7 @@ class Start:
 
 
 def start_of(
-    place: str, spec: ModelSpec, drawn: Callable[[], Tensors], partial: bool = False
+    source: str, spec: ModelSpec, drawn: Callable[[], Tensors], partial: bool = False
 ) -> Start:
     """The initial model of a run, from the file or directory that ``start_from`` names.
 
@@ -226,14 +229,14 @@ def start_of(
     """
     expected = contract.initial(spec, 0)
     added = {name: value for name, value in expected.items() if is_added(spec, name)}
-    stored = {**added, **_stored(file_of(place))}
+    stored = {**added, **_stored(file_of(source))}
     misfits = _misfits(stored, expected)
     if not misfits:
         return Start({name: stored[name] for name in expected})
     if not partial:
         name = misfits[0]
         raise ConfigError(
-            f"start_from = {place!r} is not a model of {spec.label}: its {name!r} is "
+            f"start_from = {source!r} is not a model of {spec.label}: its {name!r} is "
             f"{_form(stored.get(name))}, not {_form(expected.get(name))}; set [model] to the "
             "network of that model, or start_from_partial = true to use the entries that match"
         )
@@ -241,7 +244,7 @@ def start_of(
     left_out = tuple(name for name in stored if name in misfits)
     if len(new) == len(expected):
         raise ConfigError(
-            f"start_from = {place!r}: no entry matches {spec} in name, shape and type; the file "
+            f"start_from = {source!r}: no entry matches {spec} in name, shape and type; the file "
             f"has {', '.join(list(stored)[:3])}, the network {', '.join(list(expected)[:3])}"
         )
     initial = drawn()
@@ -283,9 +286,9 @@ def _misfits(params: Tensors, expected: Tensors) -> list[str]:
     ]
 
 
-def model_sha256(place: str) -> str:
+def model_sha256(source: str) -> str:
     """The SHA-256 of the model file. A resume compares it with the file."""
-    return digest(read_file(file_of(place)))
+    return digest(read_file(file_of(source)))
 
 
 def _stored(path: Path) -> dict[str, Tensor]:
@@ -406,9 +409,6 @@ def _form(tensor: Tensor | None) -> str:
 # and only a head is trained.
 
 
-log = logging.getLogger("fedstill.backbone")
-
-
 def as_features(settings: Settings, dataset: Dataset) -> Dataset:
     """The data set with features of the network ``data.features_of`` as vectors; unchanged if the
     key is unset.
@@ -421,16 +421,16 @@ def as_features(settings: Settings, dataset: Dataset) -> Dataset:
     if backbone is None:
         return dataset
     _check_data(settings, dataset)
-    place = backbone["file"]
+    source = backbone["file"]
     spec = _network(backbone, dataset.input_shape, len(dataset.classes), dataset.vocabulary)
-    params = _params(spec, place)
+    params = _params(spec, source)
     passes = ModelPasses(spec, Inputs(dataset.mean, dataset.std, (), dataset.about))
 
     def features(examples: Examples) -> Examples:
-        return replace(examples, values=_features(passes, params, examples, place))
+        return replace(examples, values=_features(passes, params, examples, source))
 
     note = (
-        f"examples are the features of {spec.label} with the weights of {Path(place).name}, "
+        f"examples are the features of {spec.label} with the weights of {Path(source).name}, "
         "computed once"
     )
     return replace(
@@ -455,19 +455,19 @@ def body_of(
     sha: the SHA-256 of the model file at the start of the run. Raises ConfigError if the file is
     missing, and CorruptFile if it contains another model.
     """
-    place = backbone["file"]
+    source = backbone["file"]
     spec = _network(backbone, shape, classes, vocabulary)
-    if not Path(place).exists():
+    if not Path(source).exists():
         raise ConfigError(
-            f"the examples of the run are features of the model {place}, which does not exist; "
+            f"the examples of the run are features of the model {source}, which does not exist; "
             "restore the file"
         )
-    if model_sha256(place) != sha:
+    if model_sha256(source) != sha:
         raise CorruptFile(
-            f"{place} has changed since the start of the run, and the run's head needs the "
+            f"{source} has changed since the start of the run, and the run's head needs the "
             "features of the original model; restore the file"
         )
-    return predictor(spec, _params(spec, place)).as_module().get_submodule("body")
+    return predictor(spec, _params(spec, source)).as_module().get_submodule("body")
 
 
 def _check_data(settings: Settings, dataset: Dataset) -> None:
@@ -502,30 +502,30 @@ def _network(
     return contract.spec_for(backbone["name"], shape, classes, fields, vocabulary)
 
 
-def _params(spec: ModelSpec, place: str) -> Mapping[str, Tensor]:
+def _params(spec: ModelSpec, source: str) -> Mapping[str, Tensor]:
     """The weights in a model file. Its head may have another number of classes."""
     if Need.FEATURES not in contract.capabilities(spec):
         raise IncompatibleMethod(
             f"data.features_of: {spec.label} has no body, so it has no features; choose a network "
             "with a body and a head"
         )
-    start = start_of(place, spec, lambda: contract.initial(spec, 0), partial=True)
+    start = start_of(source, spec, lambda: contract.initial(spec, 0), partial=True)
     missing = [name for name in start.new if name.startswith("body.")]
     if missing:
         raise ConfigError(
-            f"data.features_of: {Path(place).name} has no entry {missing[0]!r} that matches "
+            f"data.features_of: {Path(source).name} has no entry {missing[0]!r} that matches "
             f"{spec.label}"
         )
     return start.params
 
 
 def _features(
-    passes: ModelPasses, params: Mapping[str, Tensor], examples: Examples, place: str
+    passes: ModelPasses, params: Mapping[str, Tensor], examples: Examples, source: str
 ) -> Tensor:
     """Features (n, D) of examples, from the cache if possible."""
     identity = [
         examples_digest(replace(examples, owners=None)),
-        model_sha256(place),
+        model_sha256(source),
         repr(passes.model),
         repr(passes.inputs),
         str(torch.__version__),
@@ -557,7 +557,7 @@ def _computed(passes: ModelPasses, params: Mapping[str, Tensor], examples: Examp
     size = SHARD * max(1, shards_a_core)
     parts = map(Examples, torch.split(examples.values, size), torch.split(examples.labels, size))
     jobs = [partial(passes.features, params, part) for part in parts]
-    return torch.cat(side_by_side(jobs, cores))
+    return torch.cat(run_in_parallel(jobs, cores))
 
 
 def _write(path: Path, features: Tensor) -> None:

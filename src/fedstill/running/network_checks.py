@@ -1,4 +1,4 @@
-"""What two examples tell about a network before anything is trained.
+"""Checks of networks on two examples, before training.
 
 Each check returns one sentence that says what is wrong and what to do, or an empty string. The
 table in ``running/compatibility.py`` says which error that is. A mistake in a network is thus one
@@ -77,8 +77,8 @@ def huge_network(networks: Iterable[ModelSpec]) -> str:
             height, width = spec.input_shape[1:]
             return (
                 f"model {spec.label} has {size:,} parameters on images of {height} x {width}: "
-                "set data.size = 64, or another size, or choose a model that grows less, resnet10 "
-                "say"
+                "set data.size = 64, or another size, or choose a smaller model, such as "
+                "resnet10"
             )
     return ""
 
@@ -149,7 +149,7 @@ def _nothing_to_train(spec: ModelSpec) -> str:
         return ""
     return (
         f"no parameter of model {spec.label} is to be trained: all have requires_grad = False; "
-        "leave it on for some"
+        "set it to True for at least one"
     )
 
 
@@ -158,8 +158,8 @@ def _random_evaluation(spec: ModelSpec) -> str:
     if not contract.draws_random_numbers(spec, training=False):
         return ""
     return (
-        f"model {spec.label} draws random numbers in evaluation mode, so no two looks at it are "
-        "alike; let it draw only where self.training is true"
+        f"model {spec.label} draws random numbers in evaluation mode, so its outputs differ "
+        "between passes; draw only if self.training is true"
     )
 
 

@@ -51,8 +51,8 @@ class Progress(Protocol):
         """Whether to stop the run after this stage."""
 
 
-class Quiet:
-    """Shows no progress and never stops a run."""
+class NoProgress:
+    """Shows no progress."""
 
     def started(self, folder: Path, round: int) -> None:
         """Do nothing."""
@@ -62,6 +62,10 @@ class Quiet:
 
     def round(self, event: Mapping[str, Any], rounds: int) -> None:
         """Do nothing."""
+
+
+class Quiet(NoProgress):
+    """Shows no progress and never stops a run."""
 
     def stop(self) -> bool:
         """Return False: the run goes on."""

@@ -26,7 +26,7 @@ from fedstill.engines.serial import Memory, SerialEngine
 from fedstill.running.checkpoint import Checkpoints, Position, Restored, StoredMemory
 from fedstill.running.directory import settings_of
 from fedstill.running.extensions import Extensions, run_context, run_extensions
-from fedstill.running.journal import STOP_REASON, read_journal
+from fedstill.running.journal import CONFIG, JOURNAL, STOP_REASON, read_journal
 from fedstill.running.preparation import Prepared, prepare_again
 
 # ---- rounds with other clients -------------------------------------------------------------------
@@ -114,7 +114,7 @@ class Replay:
     @property
     def last(self) -> int:
         """The last round of the run, which may have stopped early."""
-        events = read_journal(self.folder / "journal.jsonl")
+        events = read_journal(self.folder / JOURNAL)
         stopped: list[int] = [event["round"] for event in events if STOP_REASON in event]
         if stopped:
             return stopped[-1]
@@ -166,7 +166,7 @@ class Replay:
 
 def checkpoints_of(folder: Path) -> Checkpoints:
     """The checkpoints of a run directory, for reading."""
-    config = digest(read_file(folder / "config.toml"))
+    config = digest(read_file(folder / CONFIG))
     return Checkpoints(folder / "checkpoints", config, folder / "memory")
 
 

@@ -27,6 +27,7 @@ from fedstill.metrics.local_models import QUERY_MEASURES, UNTAUGHT
 from fedstill.running import journal as journals
 from fedstill.running.frame import frame_of_clients, frame_of_events
 from fedstill.running.journal import (
+    JOURNAL,
     STOP_REASON,
     SUMMARY,
     Event,
@@ -222,7 +223,7 @@ class Result:
         damaged or missing.
         """
         folder = named_path(folder)
-        events = journals.read_journal(folder / "journal.jsonl")
+        events = journals.read_journal(folder / JOURNAL)
         check_journal(folder, events)
         by_name = events_by_name(events)
         start = first_event(by_name, "start")
@@ -253,7 +254,7 @@ class Result:
 
         Raises CorruptFile if the run's directory is missing.
         """
-        events = journals.read_journal(self.directory / "journal.jsonl")
+        events = journals.read_journal(self.directory / JOURNAL)
         return frame_of_clients(events_by_name(events).get("client", []), self.classes)
 
     def label_counts(self) -> NDArray[np.int64]:
@@ -262,7 +263,7 @@ class Result:
 
         Raises CorruptFile if the run's directory is missing or its split is damaged.
         """
-        start = journals.read_journal(self.directory / "journal.jsonl", limit=1)
+        start = journals.read_journal(self.directory / JOURNAL, limit=1)
         return read_label_counts(self.directory, start[0]).table().astype(np.int64)
 
     def __repr__(self) -> str:

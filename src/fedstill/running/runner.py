@@ -29,8 +29,14 @@ from fedstill.running.directory import (
     settings_of,
     trust_run,
 )
-from fedstill.running.driver import Driver, check_calls, place_of, remote_engine
-from fedstill.running.journal import STOP_REASON, check_checkpoints, check_config, is_finished
+from fedstill.running.driver import Driver, check_calls, remote_engine, server_location
+from fedstill.running.journal import (
+    CONFIG,
+    STOP_REASON,
+    check_checkpoints,
+    check_config,
+    is_finished,
+)
 from fedstill.running.preparation import prepare, prepare_again, reading_options
 from fedstill.running.recording import OnRound, Progress, Quiet
 from fedstill.running.result import Result
@@ -136,10 +142,10 @@ def run(  # noqa: PLR0913 - the options of the command run
     for table in settings.packages.values():
         table.check_new_run()
     _check_debug(debug, settings)
-    place = "here"
+    location = "here"
     if grid is None:
-        place = place_of(settings)
-    if data is not None and place == "federation":
+        location = server_location(settings)
+    if data is not None and location == "federation":
         raise ConfigError(
             "data in memory stay in this process: name data that the server has, or leave "
             "federation out"
@@ -147,7 +153,7 @@ def run(  # noqa: PLR0913 - the options of the command run
     remote = remote_engine(settings)
     if remote is not None:
         remote.require()  # before there is a directory
-    if place == "federation":
+    if location == "federation":
         check_calls(on_round, track)
     trackers = ready_trackers(track)
     prepared = prepare(settings, dataset)
@@ -156,7 +162,7 @@ def run(  # noqa: PLR0913 - the options of the command run
     if out:
         requested_folder = named_path(out)
     folder = new_directory(settings, requested_folder, overwrite)
-    if remote is not None and place == "ray":
+    if remote is not None and location == "ray":
         again = partial(
             run,
             experiment,
@@ -168,13 +174,13 @@ def run(  # noqa: PLR0913 - the options of the command run
             track=track,
         )
         return remote.simulate(settings, dataset, folder, lambda ray: again(grid=ray))
-    if remote is not None and place == "federation":
+    if remote is not None and location == "federation":
         return remote.submit(settings, folder, False, watch or Quiet())
     with locked(folder):
         check_used(folder)
         sweep(folder)
         config = prepared.settings.toml.encode()
-        write_whole(folder / "config.toml", config)
+        write_whole(folder / CONFIG, config)
         trust_content(config)
         driver = Driver(prepared, folder, watch or Quiet(), grid, debug, on_round, trackers)
         with closing(driver), drawing_from(seed_for(settings.seed, 0, 0, SERVER, "run")):
@@ -215,20 +221,20 @@ def resume(
     if data is not None:
         dataset = read_in_memory(settings, data)
     _check_debug(debug, settings)
-    place = place_of(settings)
+    location = server_location(settings)
     remote = remote_engine(settings)
     unfinished = not is_finished(folder)
     if remote is not None and grid is None and unfinished:
-        if place == "ray":
+        if location == "ray":
             again = partial(
                 resume, folder, dataset, watch=watch, debug=debug, on_round=on_round, track=track
             )
             return remote.simulate(settings, dataset, folder, lambda ray: again(grid=ray))
-        if place == "federation":
+        if location == "federation":
             check_calls(on_round, track)
             return remote.submit(settings, folder, True, watch or Quiet())
     trackers = ready_trackers(track)
-    # which one that was killed leaves
+    # A killed process leaves this file behind.
     is_complete = is_finished(folder) and not (folder / HOLDER_FILE).exists()
     if is_complete and not behind(folder, settings, trackers):
         result = Result.of(folder)  # nothing is written, so that the folder may be read only

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def start_run(directory: Path) -> Path | None:
-    """Return the directory of the run from whose model the run in ``directory`` started.
+    """The directory of the run from whose model the run in ``directory`` started.
 
     None if it started from no model, or from a file that is in no run's directory.
     """
@@ -61,7 +61,7 @@ def start_run(directory: Path) -> Path | None:
 
 
 def lineage(directory: Path) -> list[Path]:
-    """Return a run's directory, that of the run from whose model it started, and so on.
+    """A run's directory, that of the run from whose model it started, and so on.
 
     The list is empty if there is no run in ``directory``.
     """
@@ -76,14 +76,14 @@ def lineage(directory: Path) -> list[Path]:
 
 
 def contributed(directory: Path, client: int) -> bool:
-    """Return whether a client of a federation contributed to the model of a run: it took part in
+    """Whether a client of a federation contributed to the model of a run: it took part in
     this run, or in one from whose model the run started. False if there is no run.
     """
     return any(_took_part(folder, client) for folder in lineage(directory))
 
 
 def runs_of_client(directories: Iterable[Path], client: int) -> list[Path]:
-    """Return the runs to which a client of a federation contributed: those in ``directories``, and
+    """The runs to which a client of a federation contributed: those in ``directories``, and
     those from whose models they started, which come first.
     """
     found: dict[Path, None] = {}
@@ -98,7 +98,7 @@ def _has_events(directory: Path) -> bool:
 
 
 def _took_part(directory: Path, client: int) -> bool:
-    """Return whether a client took part in a run over a federation.
+    """Whether a client took part in a run over a federation.
 
     Clients of a simulation have numbers, too, but they are no sites.
     """
@@ -178,12 +178,12 @@ class Run:
         return best_round(self.start, self.numbers)
 
     def versions(self, name: str) -> list[str]:
-        """Return the versions of one of ``VERSIONS`` that the run used, in the order of use."""
+        """The versions of one of ``VERSIONS`` that the run used, in the order of use."""
         events = [self.start, *(event["versions"] for event in self.resumed)]
         return [str(event[name]) for event in events if name in event]
 
     def curve(self, key: str) -> dict[int, float]:
-        """Return a metric by round; round 0 is before training.
+        """A metric by round; round 0 is before training.
 
         ``key``: a metric, or ``measure/key/key`` for a number of a measure. The value of a round is
         the mean over its stages. A number that a measure computes from the clients' reports is a
@@ -248,7 +248,7 @@ def _if_any(event: Event) -> list[Event]:
 def _personal_accuracy(
     class_accuracy: Mapping[int, Sequence[float | None]], label_counts: LabelCounts
 ) -> Numbers:
-    """Return the global model's accuracy by round, on test data with the clients' class shares.
+    """The global model's accuracy by round, on test data with the clients' class shares.
 
     Empty if the label counts are unknown.
     """
@@ -275,7 +275,7 @@ class RunFolder:
 
 
 def run_folders(directories: Iterable[Path]) -> list[RunFolder]:
-    """Return the folders of all runs in or below the directories and packs, without repetition.
+    """The folders of all runs in or below the directories and packs, without repetition.
 
     Raises ConfigError for a directory without runs.
     """
@@ -340,7 +340,7 @@ def read_run(folder: Path, display_path: Path | None = None) -> Run:
 
 
 def natural(folder: Path) -> list[tuple[str, float, str]]:
-    """Return a key that sorts folders as people do: run10 comes after run9.
+    """A key that sorts folders as people do: run10 comes after run9.
 
     >>> sorted([Path("beta10.0"), Path("beta9.0")], key=natural)[0].name
     'beta9.0'
@@ -353,7 +353,7 @@ def natural(folder: Path) -> list[tuple[str, float, str]]:
 
 
 def _run_folders_below(directory: Path, display_path: Path) -> Iterator[RunFolder]:
-    """Yield the folders of runs, and their names below ``display_path``.
+    """The folders of runs, and their names below ``display_path``.
 
     Hidden folders are skipped, since they may contain a pack that is half unpacked.
     """
@@ -422,7 +422,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Return mean and sample standard deviation, or None if there are no values."""
+    """Mean and sample standard deviation, or None if there are no values."""
     if not values:
         return None
     deviation = 0.0
@@ -488,12 +488,12 @@ class Group:
         return next((run.classes for run in self.runs if run.classes), [])
 
     def values(self, key: str) -> list[float]:
-        """Return a metric of all runs that have it; ``key`` as in a run's summary."""
+        """A metric of all runs that have it; ``key`` as in a run's summary."""
         summaries = [run.numbers.summary for run in self.started]
         return [summary[key] for summary in summaries if key in summary]
 
     def mean_spread(self, key: str) -> Spread | None:
-        """Return the spread of a metric over seeds, or None if no run has it."""
+        """The spread of a metric over seeds, or None if no run has it."""
         return spread(self.values(key))
 
 
@@ -561,7 +561,7 @@ def _without_seed(place: str) -> str:
 
 
 def _shared_settings(run: Configured) -> dict[str, Any]:
-    """Return the settings that runs of one group share."""
+    """The settings that runs of one group share."""
     return settings_but_seed(run.settings, run.start)
 
 
@@ -577,7 +577,7 @@ def label_runs(runs: Sequence[R]) -> list[LabelledRuns[R]]:
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys whose values differ.
+    """The keys whose values differ.
 
     >>> differing([{"rounds": 5, "method.beta": 1}, {"rounds": 5}])
     ['method.beta']
@@ -596,18 +596,18 @@ SCHEDULE = {"topology.kind": "topology", "rounds": "rounds"}
 
 
 def differing_schedule(compared: Sequence[Group]) -> dict[str, str]:
-    """Return the settings of ``SCHEDULE`` in which groups differ, with their titles."""
+    """The settings of ``SCHEDULE`` in which groups differ, with their titles."""
     keys = differing([group.settings for group in compared])
     return {key: title for key, title in SCHEDULE.items() if key in keys}
 
 
 def schedule_cells(group: Group, schedule: Iterable[str]) -> list[str]:
-    """Return a group's values of some settings, as texts for a table."""
+    """A group's values of some settings, as texts for a table."""
     return [value_text(group.settings.get(key, UNSET)) for key in schedule]
 
 
 def value_text(value: Any) -> str:
-    """Return a value of a config as a text, close to its form in TOML."""
+    """A value of a config as a text, close to its form in TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):
@@ -616,7 +616,7 @@ def value_text(value: Any) -> str:
 
 
 def method_of(settings: Mapping[str, Any]) -> str:
-    """Return a method's name, without the folder of its file."""
+    """A method's name, without the folder of its file."""
     return short_name(str(settings.get("method.name", "unnamed")))
 
 
@@ -650,7 +650,7 @@ def split_text(settings: Mapping[str, Any]) -> str:
 
 
 def group_labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return labels that distinguish groups of runs by their settings.
+    """Labels that distinguish groups of runs by their settings.
 
     A label is the name of the method, the name of its variant (such as a strategy of unlearning),
     and the settings in which groups with these names differ.
@@ -674,19 +674,19 @@ def group_labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _names_in_label(settings: Mapping[str, Any]) -> str:
-    """Return the names of a method and of its variants, with commas between them."""
+    """The names of a method and of its variants, with commas between them."""
     variants = [str(settings[key]) for key in manifest.label_keys() if key in settings]
     return ", ".join([method_of(settings), *variants])
 
 
 def _key_titles(settings: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the keys whose values differ, with a short title of each."""
+    """The keys whose values differ, with a short title of each."""
     keys = differing(settings)
     return {key: _short_key(key, keys) for key in keys}
 
 
 def _short_key(key: str, keys: Sequence[str]) -> str:
-    """Return the last part of a key, or the whole key if the last part is ambiguous."""
+    """The last part of a key, or the whole key if the last part is ambiguous."""
     last = key.rpartition(".")[2]
     if last == "name":
         return key

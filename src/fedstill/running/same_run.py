@@ -41,6 +41,8 @@ from fedstill.engines.devices import card_named, is_cuda
 from fedstill.running.client_data import NOISE, TRAIN
 from fedstill.running.directory import settings_of
 from fedstill.running.journal import (
+    CONFIG,
+    JOURNAL,
     VERSIONS,
     Event,
     Journal,
@@ -119,13 +121,14 @@ def code_digests(settings: Settings, *, modules: bool = True) -> dict[str, str]:
 
 
 def start_fields(settings: Settings, world: RunWorld) -> dict[str, Any]:
-    """What the event ``start`` says besides the data: versions, and the SHA-256 of code and models.
+    """The fields of the event ``start`` about software and models: versions and SHA-256.
 
-    Of a model of which only a part fits, also what was left out, with a warning.
+    If the start model fits only in part, they list the missing and the unused entries, and a
+    warning is logged.
     """
     fields: dict[str, Any] = {**software(settings.device), "sources": code_digests(settings)}
-    for key, place in _model_places(settings).items():
-        fields[key] = model_sha256(place)
+    for key, source in _model_sources(settings).items():
+        fields[key] = model_sha256(source)
     start = world.start
     if settings.start_from_partial and start is not None:
         log.warning("start_from = %r: %s", settings.start_from, start)
@@ -134,14 +137,14 @@ def start_fields(settings: Settings, world: RunWorld) -> dict[str, Any]:
     return fields
 
 
-def _model_places(settings: Settings) -> dict[str, str]:
+def _model_sources(settings: Settings) -> dict[str, str]:
     """The models that the run is given, by config key: to start from, or to take features of."""
-    places = {}
+    sources = {}
     if settings.start_from:
-        places["start_from"] = settings.start_from
+        sources["start_from"] = settings.start_from
     if settings.data.features_of:
-        places["features_of"] = settings.data.features_of["file"]
-    return places
+        sources["features_of"] = settings.data.features_of["file"]
+    return sources
 
 
 # The identity of a run, and the differences of the present code and data from it.
@@ -197,9 +200,11 @@ class RunIdentity:
 
         Raises ConfigError where there is no model.
         """
-        places = _model_places(settings)
+        sources = _model_sources(settings)
         return [
-            place for key, place in places.items() if self.models.get(key) != model_sha256(place)
+            source
+            for key, source in sources.items()
+            if self.models.get(key) != model_sha256(source)
         ]
 
     def changed_data(self, start_now: Mapping[str, Any]) -> list[str]:
@@ -237,11 +242,11 @@ def _is_equal(first: Any, second: Any) -> bool:
 
 
 def name_for_clients(folder: Path) -> str:
-    """By what clients know the run in a folder: the same after a resume, another for every run.
+    """The identifier of a run for its clients: unique, and unchanged by a resume.
 
     It is a digest of the journal's first line, which has the time at which the run began.
     """
-    with open_to_read(folder / "journal.jsonl") as journal:
+    with open_to_read(folder / JOURNAL) as journal:
         return digest(journal.readline())[:16]
 
 
@@ -255,7 +260,7 @@ def comparable_start(start: Event) -> Event:
     return {key: value for key, value in without_times(start).items() if key not in left_out}
 
 
-# Resume: a run goes on only as the run that it was.
+# Resume: code, models and data must be unchanged.
 
 
 def check_same(settings: Settings, start: Mapping[str, Any], start_now: Mapping[str, Any]) -> None:
@@ -272,9 +277,9 @@ def check_same(settings: Settings, start: Mapping[str, Any], start_now: Mapping[
         raise _not_same(
             f"{path} is not {kind} that the run was started with; restore the original to resume"
         )
-    for place in identity.changed_models(settings):
+    for source in identity.changed_models(settings):
         raise CorruptFile(
-            f"{place} holds another model than when the run was started; restore the original to "
+            f"{source} holds another model than when the run was started; restore the original to "
             "resume"
         )
     if settings.on_sites:
@@ -368,7 +373,7 @@ def _changed_files(settings: Settings, folder: Path) -> str:
 
 def other_settings(settings: Settings, folder: Path) -> list[str]:
     """The dotted keys whose values differ in the run of a folder; none if there is no run."""
-    config = folder / "config.toml"
+    config = folder / CONFIG
     if not config.is_file() or read_file(config) == settings.toml.encode():
         return []
     values = flat(_identifying(settings, settings))

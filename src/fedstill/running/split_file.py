@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from fedstill.core.errors import CorruptFile
 from fedstill.core.files import digest, read_file, write_whole
 from fedstill.data.client_split import ClientSplit, LabelCounts
-from fedstill.running.journal import read_journal
+from fedstill.running.journal import JOURNAL, read_journal
 
 if TYPE_CHECKING:
     from fedstill.core.records import ModelSpec
@@ -141,9 +141,9 @@ def stored_split(folder: Path) -> StoredSplit | None:
 
     Raises CorruptFile, naming the file, if the file has changed.
     """
-    if not (folder / "journal.jsonl").is_file() or not (folder / SPLIT).exists():
+    if not (folder / JOURNAL).is_file() or not (folder / SPLIT).exists():
         return None
-    events = read_journal(folder / "journal.jsonl", limit=1)
+    events = read_journal(folder / JOURNAL, limit=1)
     if not events:
         return None
     return read_split(folder, events[0])
@@ -186,7 +186,7 @@ def _read_verified(path: Path, sha256: Any) -> bytes:
 
 
 def _parse_split(data: bytes, network_names: tuple[str, ...]) -> StoredSplit:
-    """Return the split of which ``StoredSplit.to_bytes`` made these bytes.
+    """The split of which ``StoredSplit.to_bytes`` made these bytes.
 
     Raises SafetensorError, KeyError or ValueError for bytes of another form.
     """
@@ -203,7 +203,7 @@ def _parse_split(data: bytes, network_names: tuple[str, ...]) -> StoredSplit:
 
 
 def _integers(arrays: Mapping[str, NDArray[Any]], name: str) -> NDArray[np.int64]:
-    """Return an array of the file; raises ValueError if it is no list of numbers from 0."""
+    """An array of the file; raises ValueError if it is no list of numbers from 0."""
     array = arrays[name]
     is_list = array.ndim == 1 and array.dtype.type in STORED_TYPES
     if not is_list or (array < 0).any():

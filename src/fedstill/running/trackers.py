@@ -22,8 +22,10 @@ from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError, Interrupted, UnknownName, cut_reason
 from fedstill.core.files import flat, in_shell, read_file, write_whole
 from fedstill.core.process_settings import set_environment
-from fedstill.running.journal import VERSIONS, Event, read_journal
+from fedstill.running.journal import JOURNAL, VERSIONS, Event, read_journal
 from fedstill.running.numbers import ROUND_AXES, LearningRates, Numbers, numbers_of
+
+log = logging.getLogger("fedstill.track")
 
 # The protocol of trackers, and the records that they receive.
 
@@ -372,8 +374,6 @@ TRACKERS: dict[str, type[Tracker]] = {"mlflow": MLflow, "tensorboard": TensorBoa
 MEMO = "trackers.json"
 """The file in a run's directory with the last round and the memo of each tracker."""
 
-log = logging.getLogger("fedstill.track")
-
 Named = dict[str, Tracker]
 """Trackers by name; a tracker of your own has the name of its class."""
 
@@ -430,7 +430,7 @@ def send_late(
     tracking = Tracking(folder, settings, trackers)
     if tracking.behind:
         with tracking:
-            for event in read_journal(folder / "journal.jsonl"):
+            for event in read_journal(folder / JOURNAL):
                 tracking.take(event)
             tracking.finished(summary)
 

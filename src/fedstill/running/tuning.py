@@ -18,6 +18,7 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.files import read_file
 from fedstill.metrics.classification import ACCURACY, METRICS, larger_is_better
 from fedstill.running.compare import Outcome, Variant, seeded
+from fedstill.running.journal import SUMMARY
 
 if TYPE_CHECKING:
     import optuna
@@ -245,7 +246,7 @@ class Tuning:
         return [seeded(label, chosen, seed, self.out / f"trial{number:03d}") for seed in self.seeds]
 
     def _score(self, folder: Path) -> float:
-        summary = json.loads(read_file(folder / "summary.json").decode())
+        summary = json.loads(read_file(folder / SUMMARY).decode())
         goals = [goal for goal in GOALS if summary.get(goal) is not None]
         self.goal = self.goal or next(iter(goals), "")
         if self.goal in METRICS and self.goal not in goals:

@@ -22,7 +22,7 @@ from fedstill.core.files import digest, in_shell, read_file, write_whole
 from fedstill.core.records import SERVER
 from fedstill.core.reports import json_value
 from fedstill.running.directory import settings_of
-from fedstill.running.journal import read_journal
+from fedstill.running.journal import CONFIG, JOURNAL, read_journal
 from fedstill.running.model_files import FINAL
 from fedstill.running.runs import contributed, start_run
 from fedstill.unlearning.request import UnlearningRequest, UnlearningTable
@@ -33,7 +33,7 @@ from fedstill.version import VERSION
 CERTIFICATE = "certificate.json"
 """The file's name in the directory of the new run."""
 
-CERTIFIED_FILES = {"config": "config.toml", "journal": "journal.jsonl", "model": FINAL}
+CERTIFIED_FILES = {"config": CONFIG, "journal": JOURNAL, "model": FINAL}
 """The files of each run whose SHA-256 the certificate has, by their key there."""
 
 CERTIFICATE_SHA256 = "sha256"
@@ -96,7 +96,7 @@ def _rounds(original: OriginalRun, folder: Path) -> dict[str, int]:
     of the original journal.
     """
     trained = [event["round"] for event in new_client_events(original.folder, folder)]
-    events = read_journal(folder / "journal.jsonl")
+    events = read_journal(folder / JOURNAL)
     last = max(event["round"] for event in events if event["event"] == "round")
     return {"first": min(trained, default=last + 1), "last": last}
 
@@ -167,7 +167,7 @@ def check_certificate(folder: Path) -> CheckedCertificate:
     try:
         _check_files(folder, certificate["unlearned"])
         original = Path(certificate["original"]["folder"])
-        is_there = (original / "config.toml").is_file()
+        is_there = (original / CONFIG).is_file()
         if is_there:
             _check_files(original, certificate["original"])
     except KeyError as error:
@@ -247,7 +247,7 @@ def _check_events(folder: Path, certificate: Mapping[str, Any]) -> None:
     forgotten = set(certificate["request"]["clients"]) - {SERVER}
     table = settings_of(folder).package_table(UnlearningTable)
     allowed = (table.first_round, table.rule.farewell_stage)
-    for event in read_journal(folder / "journal.jsonl"):
+    for event in read_journal(folder / JOURNAL):
         acts = event["event"] == "client" and event["round"] >= table.first_round
         if not acts or (event["round"], event["name"]) == allowed:
             continue

@@ -37,7 +37,7 @@ from fedstill.data.client_split import ClientSplit
 from fedstill.running import runner
 from fedstill.running.checkpoint import Restored
 from fedstill.running.directory import settings_of
-from fedstill.running.journal import is_finished, read_journal
+from fedstill.running.journal import CONFIG, JOURNAL, is_finished, read_journal
 from fedstill.running.preparation import Prepared
 from fedstill.running.replay import Without
 from fedstill.running.runs import contributed, start_run
@@ -136,7 +136,7 @@ def _last_before(original: OriginalRun, round: int) -> Restored | None:
 
 def _events_before(original: OriginalRun, restored: Restored) -> Sequence[Event]:
     """The events of the original journal up to a checkpoint, without the event ``start``."""
-    data = read_file(original.folder / "journal.jsonl")[: restored.journal.length]
+    data = read_file(original.folder / JOURNAL)[: restored.journal.length]
     events: list[Event] = [json.loads(line) for line in data.splitlines()]
     return events[1:]
 
@@ -189,7 +189,7 @@ def retrain_in_federation(directory: Path, client: int) -> Path:
     if _is_begun(folder, request):
         runner.resume(folder)
     else:
-        tree = read_toml(directory / "config.toml")
+        tree = read_toml(directory / CONFIG)
         start = start_run(directory)
         if start is not None and contributed(start, client):
             tree["start_from"] = str(retrain_in_federation(start, client))
@@ -208,7 +208,7 @@ def _original(directory: Path, client: int) -> OriginalRun:
         raise ConfigError(f"{directory} is not finished; resume it first, then unlearn")
     if not 0 <= client < settings.clients:
         raise ConfigError(f"client {client}: {directory} has clients 0 to {settings.clients - 1}")
-    original = OriginalRun(directory, settings, read_journal(directory / "journal.jsonl"))
+    original = OriginalRun(directory, settings, read_journal(directory / JOURNAL))
     if original.earlier_request.classes or original.earlier_request.examples:
         raise ConfigError(
             f"{directory} has forgotten single examples; use fedstill unlearn --client {client}"
@@ -218,6 +218,6 @@ def _original(directory: Path, client: int) -> OriginalRun:
 
 def _is_begun(folder: Path, request: UnlearningRequest) -> bool:
     """Whether a directory holds this retraining, finished or not."""
-    if not (folder / "config.toml").is_file():
+    if not (folder / CONFIG).is_file():
         return False
     return settings_of(folder).package_table(UnlearningTable).request == request

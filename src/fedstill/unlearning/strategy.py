@@ -31,7 +31,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.running.checkpoint import Checkpoints, KeptUpdate, Restored, kept_updates
 from fedstill.running.directory import settings_of
 from fedstill.running.extensions import run_context
-from fedstill.running.journal import STOP_REASON, is_finished, read_journal
+from fedstill.running.journal import JOURNAL, STOP_REASON, is_finished, read_journal
 from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.replay import Without, checkpoints_of
 from fedstill.unlearning.request import UnlearningRequest, UnlearningTable
@@ -68,7 +68,7 @@ class OriginalRun:
                 f"{folder} was trained on real sites, which this process cannot reach; use "
                 "`fedstill deploy unlearn`"
             )
-        return cls(folder, settings, read_journal(folder / "journal.jsonl"), data)
+        return cls(folder, settings, read_journal(folder / JOURNAL), data)
 
     @cached_property
     def prepared(self) -> Prepared:

@@ -35,7 +35,7 @@ from fedstill.running.checkpoint import UPDATE_SHA256, UPDATES, Restored, read_v
 from fedstill.running.client_data import set_public_apart, subset, training_and_test_sets
 from fedstill.running.directory import new_directory
 from fedstill.running.driver import Driver
-from fedstill.running.journal import START
+from fedstill.running.journal import CONFIG, JOURNAL, START
 from fedstill.running.preparation import Prepared, prepare, reading_options
 from fedstill.running.recording import Progress, Quiet
 from fedstill.running.result import Result
@@ -164,8 +164,8 @@ class UnlearningPlan:
 
     def is_begun(self, folder: Path) -> bool:
         """Whether a directory holds this unlearning, finished or not."""
-        config = folder / "config.toml"
-        if not config.is_file() or not (folder / "journal.jsonl").is_file():
+        config = folder / CONFIG
+        if not config.is_file() or not (folder / JOURNAL).is_file():
             return False
         return read_file(config) == self.prepared.settings.toml.encode()
 
@@ -233,7 +233,7 @@ def _check_start_models(original: OriginalRun, request: UnlearningRequest) -> No
     run on the same data, which has not forgotten them.
     """
     for folder in lineage(original.folder)[1:]:
-        tree = read_toml(folder / "config.toml")
+        tree = read_toml(folder / CONFIG)
         forgotten = UnlearningRequest(
             **{
                 field.name: tuple(tree.get(TABLE, {}).get(field.name, ()))
@@ -253,7 +253,7 @@ def _new_experiment(
     original: OriginalRun, request: UnlearningRequest, strategy: Strategy, rounds: NewRounds
 ) -> Experiment:
     """The config of the new run: that of the original run, with the table ``[unlearning]``."""
-    tree = read_toml(original.folder / "config.toml")
+    tree = read_toml(original.folder / CONFIG)
     table: dict[str, Any] = {key: list(ids) for key, ids in asdict(request).items() if ids}
     table["strategy"] = name_of(strategy)
     table["first_round"] = rounds.first
@@ -300,7 +300,7 @@ def _write_start(
     _copy_memory(original, folder, start)
     _copy_updates(original, folder, start)
     config = prepared.settings.toml.encode()
-    write_whole(folder / "config.toml", config)
+    write_whole(folder / CONFIG, config)
     trust_content(config)
     restored = Restored(start.state, dict(start.memory), START)
     with closing(Driver(prepared, folder, Quiet())) as driver:

@@ -34,7 +34,7 @@ from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import Predict, outputs_by_example
 from fedstill.metrics.accuracy import share_of
 from fedstill.metrics.membership import attack, auc_interval, confidences
-from fedstill.running.journal import read_journal
+from fedstill.running.journal import JOURNAL, read_journal
 from fedstill.running.preparation import Prepared
 from fedstill.running.replay import checkpoints_of
 from fedstill.running.result import Result
@@ -159,7 +159,7 @@ def new_client_events(original: Path, folder: Path) -> list[Event]:
     """The events of clients that acted in the run in ``folder``, without those that were copied
     from the journal of the run in ``original``.
     """
-    name = "journal.jsonl"
+    name = JOURNAL
     copied = set(read_file(original / name).splitlines())
     lines = read_file(folder / name).splitlines()
     events = read_journal(folder / name)
@@ -177,7 +177,7 @@ def costs(original: Path, folder: Path) -> dict[str, float]:
     rounds = {event["round"] for event in new_client_events(original, folder)}
     events = [
         event
-        for event in read_journal(folder / "journal.jsonl")
+        for event in read_journal(folder / JOURNAL)
         if event["event"] == "round" and event["round"] in rounds
     ]
     return {
@@ -311,10 +311,10 @@ def journal_measurements(
     """
     journals = {
         "original": original.events,
-        "unlearned": read_journal(folder / "journal.jsonl"),
+        "unlearned": read_journal(folder / JOURNAL),
     }
     if exact is not None:
-        journals["exact"] = read_journal(exact / "journal.jsonl")
+        journals["exact"] = read_journal(exact / JOURNAL)
     return {
         "accuracy": {
             name: _reported_accuracies(events, request) for name, events in journals.items()
