@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedstill.core.records import ModelSpec, Plan
-from fedstill.engines.devices import products, steady
-from fedstill.engines.hardware import Precision, lowered
+from fedstill.engines.devices import make_deterministic, tf32_if_chosen
+from fedstill.engines.hardware import Precision, at_precision
 from fedstill.engines.optimiser import optimiser
 from fedstill.models import contract
 from fedstill.report import terminal
@@ -54,7 +54,7 @@ def step_of(
         for leaf in leaves:
             leaf.grad = None
         cross_entropy(
-            lowered(contract.forward, precision, x.device)(network, params, x), y
+            at_precision(contract.forward, precision, x.device)(network, params, x), y
         ).backward()
         moves.step()
 
@@ -86,12 +86,12 @@ def main() -> None:
     given = options.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.layout: torch sees no CUDA device here, and this times one")
-    steady("cuda")
+    make_deterministic("cuda")
     rows = []
     for spec, batch in NETWORKS:
         row = [f"{spec.label}, {batch}"]
         for kind in KINDS:
-            with products(kind, torch.device("cuda")):
+            with tf32_if_chosen(kind, torch.device("cuda")):
                 row += [
                     f"{milliseconds(step_of(spec, batch, o, kind), given.replays):.3f}"
                     for o in ORDERS.values()

@@ -93,7 +93,7 @@ def test_a_bad_reply_is_named_and_changes_nothing_else(how: str, tmp_path: Path)
     good = run(good_config, tmp_path / "good", data=toys.blobs())
     assert all(torch.equal(bad.model[k], good.model[k]) for k in bad.model)
     left, right = last_state(tmp_path / "bad"), last_state(tmp_path / "good")
-    assert left.memory == right.memory
+    assert left.state_files == right.state_files
     assert list(left.state.extra) == list(right.state.extra)
     refused = [
         e

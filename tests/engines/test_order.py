@@ -80,14 +80,14 @@ def check_alone(sizes: tuple[int, ...], plan: Plan, table: Timetable) -> None:
         got = [
             (
                 int(table.epoch[t, k]),
-                table.index[t, k, : table.sizes[t, k]].tolist(),
+                table.positions[t, k, : table.sizes[t, k]].tolist(),
                 bool(table.ends[t, k]),
             )
             for t in range(acted)
         ]
         assert got == alone, plan
         assert table.progress[k] == (len(alone), alone[-1][0] + 1)
-    assert len(table.index) == max(steps for steps, _ in table.progress)
+    assert len(table.positions) == max(steps for steps, _ in table.progress)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -99,11 +99,11 @@ def test_what_is_padded_is_a_batchs_own_first_and_a_client_that_has_finished_is_
 
 
 def check_padding(sizes: tuple[int, ...], table: Timetable) -> None:
-    assert table.index.shape[2] == table.sizes.max(), "no wider than the widest batch"
-    for t, k in itertools.product(range(len(table.index)), range(len(sizes))):
+    assert table.positions.shape[2] == table.sizes.max(), "no wider than the widest batch"
+    for t, k in itertools.product(range(len(table.positions)), range(len(sizes))):
         real = int(table.sizes[t, k])
-        first = int(table.index[t, k, 0]) if real else 0
-        assert set(table.index[t, k, real:].tolist()) <= {first}
+        first = int(table.positions[t, k, 0]) if real else 0
+        assert set(table.positions[t, k, real:].tolist()) <= {first}
         if not real:
             assert t >= table.progress[k][0]
             assert (int(table.epoch[t, k]), bool(table.ends[t, k])) == (0, False)

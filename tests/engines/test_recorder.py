@@ -41,7 +41,7 @@ class Training:
         self.weight, self.extra, self.more, self.late = torch.zeros(1), torch.zeros(1), more, late
         self.asks, self.asked, self.calls = asks, False, 0
 
-    def act(self, inputs: StepInputs, running: Tensor | None = None) -> dict[str, Tensor]:
+    def execute(self, inputs: StepInputs, running: Tensor | None = None) -> dict[str, Tensor]:
         self.calls += 1
         if self.asks:
             self.asked = True
@@ -54,7 +54,7 @@ class Training:
 
     def recorder(self, steps: int = MIN_STEPS) -> StepRecorder:
         return StepRecorder(
-            act=self.act,
+            execute=self.execute,
             state=lambda: self.moves(),
             reads_epoch=lambda: self.asked,
             batches=WholeBatches(total=steps, per_epoch=steps),
@@ -108,7 +108,7 @@ def ends(
 def test_replayed_steps_are_the_steps(asks: bool, epochs: int, replays: list[int]) -> None:
     training, other, some = Training(asks=asks), Training(asks=asks), batches(30, epochs=epochs)
     one = training.recorder()
-    assert ends(training, one, some) == ends(other, other.act, some)
+    assert ends(training, one, some) == ends(other, other.execute, some)
     assert len(one.recordings) == 1, "those of epochs that have passed are let go"
     recordings = epochs if asks else 1
     asked = 1 if asks else 0  # before the first step it is not known that it asks for its epoch
@@ -118,7 +118,7 @@ def test_replayed_steps_are_the_steps(asks: bool, epochs: int, replays: list[int
 def test_a_short_batch_is_a_step_of_its_own(replays: list[int]) -> None:
     training, other = Training(), Training()
     some = [*batches(8), *batches(1, size=3), *batches(5)]
-    assert ends(training, training.recorder(), some) == ends(other, other.act, some)
+    assert ends(training, training.recorder(), some) == ends(other, other.execute, some)
     assert len(replays) == 13 - WARM_UP
 
 
@@ -162,7 +162,7 @@ def test_a_step_that_a_replay_does_not_repeat_is_never_replayed(
         random.seed(1)
         np.random.seed(1)
         training = Training(ODD[what])
-        ended.append(ends(training, training.recorder() if on else training.act, some))
+        ended.append(ends(training, training.recorder() if on else training.execute, some))
     assert not replays
     assert ended[0] == ended[1]
 
@@ -195,7 +195,7 @@ def test_what_was_kept_of_the_batch_that_was_recorded_shows_on_the_next(replays:
 
     some = batches(20)
     training, other = Training(Teacher().logits), Training(Teacher().logits)
-    assert ends(training, training.recorder(), some) == ends(other, other.act, some)
+    assert ends(training, training.recorder(), some) == ends(other, other.execute, some)
     assert len(replays) == 20 - WARM_UP, (
         "it is recorded: the recording was given tensors of its own"
     )
@@ -219,7 +219,9 @@ def test_a_client_that_diverged_is_no_reason_to_refuse_the_others(replays: list[
         training, other = Training(), Training()
         training.weight.fill_(weight)
         other.weight.fill_(weight)
-        assert str(ends(training, training.recorder(), some)) == str(ends(other, other.act, some))
+        assert str(ends(training, training.recorder(), some)) == str(
+            ends(other, other.execute, some)
+        )
     assert len(replays) == 2 * (20 - WARM_UP)
 
 
@@ -256,7 +258,7 @@ def test_a_recording_that_fails_is_tried_once_in_a_process(
     for _ in range(3):
         training, other = Training(), Training()
         assert ends(training, training.recorder(), batches(20)) == ends(
-            other, other.act, batches(20)
+            other, other.execute, batches(20)
         )
     assert len(begun) == 1
     assert not replays

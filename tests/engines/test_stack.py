@@ -276,14 +276,14 @@ def test_a_short_batch_is_padded_with_what_has_no_weight() -> None:
     for batch in stack.batches():
         inputs = stack.step_inputs(batch)
         images, labels = inputs.x, inputs.y
-        assert images.shape[:2] == labels.shape == batch.index.shape == (len(SIZES), 6)
+        assert images.shape[:2] == labels.shape == batch.positions.shape == (len(SIZES), 6)
         assert batch.mask is not None
         for k, n in enumerate(batch.counts):
             # one that has finished is put back
             weights = [1.0] * n + [0.0] * (6 - n) if n else [1.0] * 6
             assert batch.mask[k].tolist() == weights
-            assert labels[k].tolist() == VIEWS[k].data.labels[batch.index[k]].tolist()
-            seen[k] += batch.index[k, :n].tolist()
+            assert labels[k].tolist() == VIEWS[k].data.labels[batch.positions[k]].tolist()
+            seen[k] += batch.positions[k, :n].tolist()
     assert [sorted(s) for s in seen] == [sorted([*range(n), *range(n)]) for n in SIZES]
 
 

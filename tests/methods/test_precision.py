@@ -23,7 +23,7 @@ from fedstill.core.method import ClientWork
 from fedstill.core.records import Plan, Stage, Step, Tensors, TrainingStart
 from fedstill.engines import devices
 from fedstill.engines.clients import TrainingSetup
-from fedstill.engines.devices import products
+from fedstill.engines.devices import tf32_if_chosen
 from fedstill.engines.loop import train
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import prepare
@@ -175,23 +175,23 @@ def test_products_are_rounded_where_that_was_asked_for() -> None:
         return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
 
     for kind in ("tf32", "fp32", "bf16"):
-        with products(kind, torch.device("cuda")):
+        with tf32_if_chosen(kind, torch.device("cuda")):
             assert rounded_ones() == (kind == "tf32",) * 2
         assert rounded_ones() == (False, False)
 
 
 NEWER = """
 import torch
-from fedstill.engines.devices import products, steady
+from fedstill.engines.devices import tf32_if_chosen, make_deterministic
 from fedstill.engines.passes import without_cudnn
 {user}
 said = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
 before = [one.fp32_precision for one in said]
-with products("fp32", torch.device("cpu")):
+with tf32_if_chosen("fp32", torch.device("cpu")):
     assert [one.fp32_precision for one in said] == before
-steady("cuda")
+make_deterministic("cuda")
 for kind in ("tf32", "fp32"):
-    with products(kind, torch.device("cuda")), without_cudnn():
+    with tf32_if_chosen(kind, torch.device("cuda")), without_cudnn():
         assert all((one.fp32_precision == "tf32") == (kind == "tf32") for one in said)
     assert torch.backends.cudnn.enabled
 assert all(one.fp32_precision != "tf32" for one in said)

@@ -19,7 +19,7 @@ from fedstill.core.trees import only, same_bits
 from fedstill.models import contract
 from fedstill.models.building import is_added, personal_logits, with_both_heads
 from fedstill.models.predictors import predictor
-from fedstill.running.model_files import read_model, save_model, start_of
+from fedstill.running.model_files import read_model, save_model, start_model_of
 from fedstill.running.preparation import prepare
 
 PLAIN = contract.spec_for("mlp", (1, 4, 4), 5, {"hidden": (8,)})
@@ -77,10 +77,14 @@ def test_a_network_without_a_bias_has_none_in_its_second_head() -> None:
 
 def test_a_file_of_the_plain_network_will_do_to_start_from(tmp_path: Path) -> None:
     save_model(tmp_path / "plain.safetensors", PLAIN, contract.initial(PLAIN, 3))
-    start = start_of(str(tmp_path / "plain.safetensors"), BOTH, lambda: contract.initial(BOTH, 0))
+    start = start_model_of(
+        str(tmp_path / "plain.safetensors"), BOTH, lambda: contract.initial(BOTH, 0)
+    )
     assert same_bits(start.params, contract.initial(BOTH, 3))
     save_model(tmp_path / "both.safetensors", BOTH, drawn(BOTH))
-    assert same_bits(start_of(str(tmp_path / "both.safetensors"), BOTH, dict).params, drawn(BOTH))
+    assert same_bits(
+        start_model_of(str(tmp_path / "both.safetensors"), BOTH, dict).params, drawn(BOTH)
+    )
     spec, params = read_model(tmp_path / "both.safetensors")
     assert spec == BOTH
     assert same_bits(params, drawn(BOTH))

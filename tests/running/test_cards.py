@@ -18,7 +18,7 @@ from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import State
-from fedstill.engines.devices import card_named, steady
+from fedstill.engines.devices import card_named, make_deterministic
 from fedstill.running import same_run
 from fedstill.running.journal import VERSIONS, Journal
 
@@ -103,9 +103,9 @@ def test_a_numbered_card_is_the_current_one_during_a_run(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 1)
     with process_settings():
-        steady("cuda")
+        make_deterministic("cuda")
         assert current == [0]
-        steady("cuda:1")
+        make_deterministic("cuda:1")
         assert current == [0, 1]
         assert "Card cuda:1" in same_run.software("cuda:1")["card"]
     assert current == [0, 1, 0]

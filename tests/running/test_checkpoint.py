@@ -72,7 +72,7 @@ def assert_is(restored: Restored | None, round: int, stage: int = 0) -> None:
     assert encode(Payload(params=got.params)) == encode(Payload(params=want.params))
     assert list(got.params) == list(want.params)
     assert encode(got.extra) == encode(want.extra)
-    assert restored.memory == {2: (f"m{round}", digest(b"m")), 11: ("m0", "0")}
+    assert restored.state_files == {2: (f"m{round}", digest(b"m")), 11: ("m0", "0")}
     assert restored.journal == mark(round)
 
 
@@ -96,7 +96,7 @@ def test_what_is_saved_is_restored(checkpoints: Checkpoints) -> None:
 
 
 def test_a_state_without_extras_model_or_parameters_is_restored(checkpoints: Checkpoints) -> None:
-    checkpoints.save(State({}), {}, journals.START)
+    checkpoints.save(State({}), {}, journals.EMPTY_MARK)
     restored = checkpoints.latest()
     assert restored is not None
     assert (dict(restored.state.params), dict(restored.state.extra), restored.state.model) == (
@@ -110,7 +110,7 @@ def test_extras_whose_names_look_like_the_checkpoints_own_stay_apart(
     checkpoints: Checkpoints,
 ) -> None:
     extra = Payload({"params": 1, "extra x": 2, "x": 3, "model.0": {"w": torch.ones(1)}})
-    checkpoints.save(State({"w": torch.zeros(1)}, extra), {}, journals.START)
+    checkpoints.save(State({"w": torch.zeros(1)}, extra), {}, journals.EMPTY_MARK)
     restored = checkpoints.latest()
     assert restored is not None
     assert encode(restored.state.extra) == encode(extra)
@@ -154,14 +154,16 @@ def test_memory_files_that_no_kept_checkpoint_names_are_pruned(tmp_path: Path) -
         if round == 1:
             memory.hold(4, Payload(n=0))
         memory.commit(Stage(round, 0, "train", (3, 4)), [3, 4] if round == 1 else [3])
-        memory.prune(checkpoints.save(State({}, round=round), dict(memory.index), journals.START))
+        memory.prune(
+            checkpoints.save(State({}, round=round), dict(memory.index), journals.EMPTY_MARK)
+        )
     names = {p.name for p in (tmp_path / "memory").iterdir()}
     assert names == {
         f"client{c}-round{r}-stage0.safetensors" for c, r in [(4, 1), (3, 5), (3, 6), (3, 7)]
     }
     restored = checkpoints.latest()
     assert restored is not None
-    assert StoredMemory(tmp_path / "memory", restored.memory).load(3).number("n") == 7
+    assert StoredMemory(tmp_path / "memory", restored.state_files).load(3).number("n") == 7
 
 
 # --- damage ---------------------------------------------------------------------------
@@ -279,7 +281,7 @@ def test_a_checkpoint_whose_memory_files_are_damaged_is_not_used(
     for round in (1, 2):
         memory.hold(3, Payload(n=round))
         memory.commit(Stage(round, 0, "train", (3,)), [3])
-        checkpoints.save(State({}, round=round), dict(memory.index), journals.START)
+        checkpoints.save(State({}, round=round), dict(memory.index), journals.EMPTY_MARK)
     harm(tmp_path / "memory" / memory.index[3][0])
     restored = checkpoints.latest()
     assert restored is not None

@@ -31,7 +31,7 @@ from fedstill.core.process_settings import (
 )
 from fedstill.core.records import Payload, Reply, Stage, State, Step, TrainingStart, World
 from fedstill.data.dataset import Dataset
-from fedstill.engines.devices import steady
+from fedstill.engines.devices import make_deterministic
 from fedstill.engines.hardware import run_in_parallel
 from fedstill.methods.fedavg import FedAvg
 from fedstill.running.recording import Quiet
@@ -413,6 +413,6 @@ def test_what_a_run_on_a_card_sets_is_put_back(monkeypatch: pytest.MonkeyPatch) 
     torch.use_deterministic_algorithms(False)
     found = switches()
     with process_settings():
-        steady("cuda")
+        make_deterministic("cuda")
         assert switches() != found
     assert switches() == found

@@ -20,7 +20,7 @@ from fedstill.running.compare import carry_out_runs, variants
 from fedstill.running.frame import load_runs
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.runner import resume, run
-from fedstill.running.trackers import TRACKERS, AboutRun, RoundNumbers
+from fedstill.running.trackers import TRACKERS, AboutRun, FinishedRound, RoundNumbers
 from run_bits import StopAfter
 
 
@@ -161,17 +161,19 @@ def test_refused_clients_and_absent_losses_do_not_count() -> None:
         {**sent, "loss": {"ce": None}},
         {**where, "client": 1, "idle": True},
     ):
-        assert gather.take(event) is None
+        assert gather.finished_round(event) is None
     looks = [
         {"event": "measure", "measure": "m", "round": 1, "stage": s, "a": {"b": v}}
         for s, v in ((0, 1), (1, 4))
     ]
-    assert [gather.take(look) for look in looks] == [None, None]
-    assert gather.take({"event": "round", "round": 1, "accuracy": None, "refused": 1}) == (
+    assert [gather.finished_round(look) for look in looks] == [None, None]
+    assert gather.finished_round(
+        {"event": "round", "round": 1, "accuracy": None, "refused": 1}
+    ) == FinishedRound(
         1,
         {"refused": 1.0, "loss/ce": 2.0, "m/a/b": 2.5},
     )
-    assert gather.take({"event": "round", "round": 2}) == (2, {})
+    assert gather.finished_round({"event": "round", "round": 2}) == FinishedRound(2, {})
 
 
 def test_a_stopped_run_goes_on_in_the_same_trackers_and_tells_no_round_twice(

@@ -254,8 +254,8 @@ class ClientHook:
         """Whether ``measured`` reads the common test set in this stage."""
         return False
 
-    def measured(self, trained: Any) -> Fields:
-        """Fields measured on the trained model; trained: ``engines.client_measures.AtClient``."""
+    def measured(self, visit: Any) -> Fields:
+        """Fields measured on the trained model; visit: ``engines.client_measures.AtClient``."""
         return {}
 
     def cache_key(self, stage: Stage) -> str:

@@ -178,7 +178,7 @@ def _settings() -> list[_Setting]:
 
 
 def _cuda_settings() -> list[_Setting]:
-    """The settings that ``steady`` changes or needs on a CUDA device."""
+    """The settings that ``make_deterministic`` changes or needs on a CUDA device."""
     # Settings are restored in reverse order. So the newer form of a setting is restored last: it
     # has more values than the older one.
     newer = [

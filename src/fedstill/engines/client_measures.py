@@ -27,7 +27,7 @@ from fedstill.metrics.classification import ACCURACY, METRICS, NO_METRICS, Predi
 from fedstill.metrics.score_histograms import HISTOGRAMS, as_histograms, wrong_histograms
 from fedstill.models.predictors import predictor
 
-NOT_A_MEASURES = SERVER_FIELDS | ENGINE.keys()
+RESERVED_CLIENT_FIELDS = SERVER_FIELDS | ENGINE.keys()
 """Fields of a client's event that a measure may not return."""
 
 
@@ -118,11 +118,11 @@ class ClientMeasures(ClientHook):
             return ""
         return repr([(name, class_identity(type(m))) for name, m in self.named.items()])
 
-    def measured(self, trained: AtClient) -> dict[str, Any]:
+    def measured(self, visit: AtClient) -> dict[str, Any]:
         """The fields of the measures, if the stage is measured."""
-        if not self.due(trained.stage):
+        if not self.due(visit.stage):
             return {}
-        return self.take(trained)
+        return self.take(visit)
 
     def take(self, visit: AtClient) -> dict[str, Any]:
         """The fields of all measures, and the seconds of each measure; empty if there are none.
@@ -167,7 +167,7 @@ def _fields_of(measure: ClientMeasure, visit: AtClient) -> dict[str, Any] | None
     fields = measure.at_client(visit)
     if fields is None:
         return None
-    return dict(journal_fields(measure.at_client, fields, NOT_A_MEASURES))
+    return dict(journal_fields(measure.at_client, fields, RESERVED_CLIENT_FIELDS))
 
 
 def _measure_failed(
@@ -247,23 +247,21 @@ class OwnTestSets(ClientHook):
     metrics: RunMetrics = NO_METRICS
     histogram_stages: tuple[str, ...] | None = None
 
-    def measured(self, trained: AtClient) -> dict[str, Any]:
+    def measured(self, visit: AtClient) -> dict[str, Any]:
         """``site_accuracy``, with tasks ``site_by_task``, and ``site_metrics`` or ``site_scores``;
         empty without a test set. ``site_test_examples`` is the size of a real site's test set, in
         ``histogram_stages``.
         """
-        if trained.view.tests:
-            return self._tested_by_task(trained)
-        test = trained.view.test
+        if visit.view.tests:
+            return self._tested_by_task(visit)
+        test = visit.view.test
         if test is None or len(test) == 0:
             return {}
-        counted = self._counted(trained.stage, len(test))
-        if not self._records_metrics(trained.stage):
-            accuracy = sum(trained.correct_by_class(trained.end, test)) / len(test)
+        counted = self._counted(visit.stage, len(test))
+        if not self._records_metrics(visit.stage):
+            accuracy = sum(visit.correct_by_class(visit.end, test)) / len(test)
             return {"site_accuracy": accuracy, **counted}
-        outputs = outputs_by_example(
-            predictor(trained.view.model, trained.end), test, trained.inputs
-        )
+        outputs = outputs_by_example(predictor(visit.view.model, visit.end), test, visit.inputs)
         labels = test.labels.cpu()
         right = int((outputs.predicted == labels).sum())
         return {"site_accuracy": right / len(test), **counted, **self._metrics(outputs, labels)}
@@ -332,17 +330,15 @@ class HeldOutTests(ClientHook):
     positive: int = 0
     as_histograms: bool = False
 
-    def measured(self, trained: AtClient) -> dict[str, Any]:
+    def measured(self, visit: AtClient) -> dict[str, Any]:
         """``held_out_accuracy`` and ``held_out_examples`` (their number); for another metric than
         accuracy, also ``held_out_score`` or ``held_out_histograms``. Empty in other stages, and
         without held-out examples.
         """
-        held_out = trained.view.validation
-        if trained.stage.name not in self.stages or held_out is None:
+        held_out = visit.view.validation
+        if visit.stage.name not in self.stages or held_out is None:
             return {}
-        outputs = outputs_by_example(
-            predictor(trained.view.model, trained.end), held_out, trained.inputs
-        )
+        outputs = outputs_by_example(predictor(visit.view.model, visit.end), held_out, visit.inputs)
         labels = held_out.labels.cpu()
         right = int((outputs.predicted == labels).sum())
         fields: dict[str, Any] = {

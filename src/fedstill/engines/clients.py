@@ -177,10 +177,10 @@ class Batch:
     copy.
     """
 
-    index: Tensor
+    positions: Tensor
     """Positions in a client's examples."""
     rows: Tensor
-    """Positions in the concatenated examples of all stacked clients; equal to ``index`` for one
+    """Positions in the concatenated examples of all stacked clients; equal to ``positions`` for one
     client.
     """
     mask: Tensor | None
@@ -332,19 +332,19 @@ class LoneClient(TrainingClients):
     def batches(self) -> Iterator[Batch]:
         steps = 0
         for epoch, batches in enumerate(self._epochs()):
-            for i, index in enumerate(batches):
+            for i, positions in enumerate(batches):
                 steps += 1
                 ending: tuple[int, ...] = ()
                 if i + 1 == len(batches):
                     ending = (0,)
                 yield Batch(
-                    index=index,
-                    rows=index,
+                    positions=positions,
+                    rows=positions,
                     mask=None,
                     epoch=epoch,
-                    sizes=len(index),
+                    sizes=len(positions),
                     begins_epoch=i == 0,
-                    counts=(len(index),),
+                    counts=(len(positions),),
                     progress=(Progress(steps, epoch + 1),),
                     ending=ending,
                 )
@@ -360,14 +360,14 @@ class LoneClient(TrainingClients):
         return epoch_batches(n, plan, order, self.device, joined)
 
     def step_inputs(self, batch: Batch) -> StepInputs:
-        examples = self.examples.take(batch.index)
+        examples = self.examples.take(batch.positions)
         x = examples.values
         if self.augments:
             x = self.setup.inputs.trained_on(x, self.pixel_draws)
         return StepInputs(
             x=channels_last(x),
             y=examples.labels,
-            positions=batch.index,
+            positions=batch.positions,
             rows=batch.rows,
             mask=batch.mask,
             epoch=batch.epoch,

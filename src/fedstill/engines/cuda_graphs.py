@@ -79,7 +79,7 @@ def whole_batches(plan: Plan, examples: int) -> WholeBatches:
     per_epoch = examples // plan.batch
     total = plan.epochs * per_epoch
     if plan.steps:
-        with_short_ones = -(-examples // plan.batch)
+        with_short_ones = plan.batches_per_epoch(examples)
         total = plan.steps * per_epoch // max(with_short_ones, 1)
     return WholeBatches(total, per_epoch)
 
@@ -140,7 +140,7 @@ class StepRecorder:
     is worthwhile.
     """
 
-    act: Callable[[StepInputs, Tensor | None], Terms]
+    execute: Callable[[StepInputs, Tensor | None], Terms]
     """Executes one step of the clients that are still training, and returns its terms."""
     state: Callable[[], Sequence[Tensor]]
     """The tensors that steps change: parameters, and the optimiser's state."""
@@ -159,9 +159,9 @@ class StepRecorder:
     """
 
     def __call__(self, inputs: StepInputs, running: Tensor | None = None) -> Terms:
-        """One step, with the result of ``act``."""
+        """One step, with the result of ``execute``."""
         if not self._may_replay(inputs):
-            return self.act(inputs, running)
+            return self.execute(inputs, running)
         epoch = ANY_EPOCH
         # The epochs of stacked clients are a tensor, and part of a recording.
         if self.reads_epoch() and isinstance(inputs.epoch, int):
@@ -209,7 +209,7 @@ class StepRecorder:
         return terms
 
     def _act(self, arguments: StepArguments) -> Terms:
-        return self.act(arguments.inputs, arguments.running)
+        return self.execute(arguments.inputs, arguments.running)
 
     def _record(self, arguments: StepArguments, key: RecordingKey) -> None:
         """Record the kernels of a step, without computing it."""

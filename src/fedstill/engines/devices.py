@@ -107,7 +107,7 @@ def card_named(device: str) -> str:
     return f"{torch.cuda.get_device_name(device)} (CUDA {torch.version.cuda}, cuDNN {cudnn})"
 
 
-def steady(device: str) -> None:
+def make_deterministic(device: str) -> None:
     """Make a CUDA device compute the same bits each time, in float32, for the whole process. On
     other devices this does nothing.
 
@@ -129,26 +129,26 @@ def steady(device: str) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
     # Deterministic algorithms would fill every new tensor, which takes time and changes no result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    round_products(False)
+    set_tf32(False)
 
 
-def round_products(on: bool) -> None:
+def set_tf32(enabled: bool) -> None:
     """Switch TensorFloat-32 on or off."""
-    torch.backends.cudnn.allow_tf32 = on
-    torch.backends.cuda.matmul.allow_tf32 = on
+    torch.backends.cudnn.allow_tf32 = enabled
+    torch.backends.cuda.matmul.allow_tf32 = enabled
     if not hasattr(torch.backends, "fp32_precision"):
         return
     # Newer versions of torch have further switches. If a program has set one of them, the old ones
     # above do not change it.
-    precision = "tf32" if on else "ieee"
+    precision = "tf32" if enabled else "ieee"
     for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn"):
         switch = attrgetter(name)(torch.backends)
-        if (switch.fp32_precision == "tf32") != on:
+        if (switch.fp32_precision == "tf32") != enabled:
             switch.fp32_precision = precision
 
 
 @contextmanager
-def products(precision: Precision, device: torch.device) -> Iterator[None]:
+def tf32_if_chosen(precision: Precision, device: torch.device) -> Iterator[None]:
     """A context in which a CUDA device rounds products to TensorFloat-32, if that is the precision.
     On the CPU, it has no effect.
 
@@ -159,10 +159,10 @@ def products(precision: Precision, device: torch.device) -> Iterator[None]:
         yield
         return
     try:
-        round_products(precision == "tf32")
+        set_tf32(precision == "tf32")
         yield
     finally:
-        round_products(False)
+        set_tf32(False)
 
 
 # ---- several runs at once ------------------------------------------------------------------------
@@ -207,8 +207,8 @@ def jobs_that_fit(device: str = "cpu") -> int:
     """The number of parallel runs on a device: one for each core, or fewer if the memory of the
     machine or of its GPU is insufficient.
     """
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    fit = min(cores(), int(free / BYTES_A_RUN))
+    total_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    fit = min(cores(), int(total_memory / BYTES_A_RUN))
     if is_cuda(device) and torch.cuda.is_available():
         fit = min(fit, int(torch.cuda.mem_get_info(device)[0] / BYTES_ON_CARD))
     return max(1, fit)

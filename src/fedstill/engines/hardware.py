@@ -153,7 +153,7 @@ the optimiser in float32.
 P = ParamSpec("P")
 
 
-def lowered(run: Callable[P, T], precision: Precision, device: torch.device) -> Callable[P, T]:
+def at_precision(run: Callable[P, T], precision: Precision, device: torch.device) -> Callable[P, T]:
     """A forward pass at a precision; its outputs are converted to float32, for the losses."""
     if precision != "bf16":
         return run

@@ -100,9 +100,9 @@ def on_gpu(device: torch.device, precision: Precision) -> Iterator[None]:
         yield
         return
     from fedstill.engines.cuda_graphs import on_own_stream
-    from fedstill.engines.devices import products
+    from fedstill.engines.devices import tf32_if_chosen
 
-    with on_own_stream(device), products(precision, device):
+    with on_own_stream(device), tf32_if_chosen(precision, device):
         yield
 
 
@@ -179,7 +179,7 @@ class Training:
         from fedstill.engines.cuda_graphs import StepRecorder, whole_batches
 
         return StepRecorder(
-            act=self._step,
+            execute=self._gradient_step,
             state=lambda: [*self.params.values(), *self.optimiser.state()],
             reads_epoch=lambda: self.networks.epoch_was_read,
             batches=whole_batches(self.plan, max(clients.sizes)),
@@ -259,11 +259,11 @@ class Training:
         elif self.recorder is not None:
             terms = self.recorder(inputs, batch.running)
         else:
-            terms = self._step(inputs, batch.running)
+            terms = self._gradient_step(inputs, batch.running)
         if terms:
             self.sums.add(terms, batch)
 
-    def _step(self, inputs: StepInputs, running: Tensor | None = None) -> Terms:
+    def _gradient_step(self, inputs: StepInputs, running: Tensor | None = None) -> Terms:
         """Update the trained entries by the gradient of the objective; return its terms.
 
         running: whether each client of a stack is still training; None if all are.
@@ -276,8 +276,8 @@ class Training:
         terms = self._terms(self.work.terms, params, inputs)
         has_gradient = backward(terms, leaves)
         # A method that overrides these functions may update entries without a gradient.
-        has_hook = self.adjusts_gradients or self.acts_after_step
-        if not has_gradient and self.leaves and not has_hook:
+        may_update_anyway = self.adjusts_gradients or self.acts_after_step
+        if not has_gradient and self.leaves and not may_update_anyway:
             raise bad_return(self.work.terms, DETACHED)
 
         # The gradient is taken at the perturbed point, but the step starts from the leaves.
@@ -358,7 +358,7 @@ class Training:
         if self.plan.clip_norm > 0:
             self.clients.clip(self.leaves, self.plan.clip_norm)
         if self.acts_after_step:
-            self._step_with_hook()
+            self._step_and_call_after_step()
         else:
             self.optimiser.step()
 
@@ -370,7 +370,7 @@ class Training:
         for name, leaf in self.leaves.items():
             leaf.grad = adjusted[name].to(leaf.dtype)
 
-    def _step_with_hook(self) -> None:
+    def _step_and_call_after_step(self) -> None:
         """The optimiser's step, followed by the method's ``after_step``."""
 
         def after_step(
@@ -410,9 +410,9 @@ class Training:
                 }
 
 
-def _overrides(work: ClientWork, hook: str) -> bool:
+def _overrides(work: ClientWork, name: str) -> bool:
     """Whether a method overrides a function."""
-    return getattr(type(work), hook) is not getattr(ClientWork, hook)
+    return getattr(type(work), name) is not getattr(ClientWork, name)
 
 
 def _averaged(term: Tensor, step: Step) -> Tensor:

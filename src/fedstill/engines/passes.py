@@ -23,7 +23,7 @@ from fedstill.core.keys import generator
 from fedstill.core.records import Examples, ModelSpec, Tensors
 from fedstill.core.trees import on_cpu
 from fedstill.data.inputs import Inputs
-from fedstill.engines.hardware import Precision, lowered, run_in_parallel
+from fedstill.engines.hardware import Precision, at_precision, run_in_parallel
 from fedstill.models import contract
 from fedstill.models.functional import SHARD, channels_last
 from fedstill.models.predictors import CombinedPredictor, Predictor
@@ -126,7 +126,7 @@ class ModelPasses:
         examples: Examples,
         model: ModelSpec | None = None,
     ) -> Tensor:
-        run_at_precision = lowered(function, self.precision, examples.values.device)
+        run_at_precision = at_precision(function, self.precision, examples.values.device)
         outputs = list(self.run(run_at_precision, params, examples, model))
         if outputs:
             return torch.cat(outputs)

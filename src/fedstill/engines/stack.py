@@ -385,7 +385,8 @@ class Timetable:
     >>> plan = Plan(epochs=1, batch=2, shuffle=False)
     >>> table = Timetable.of([3, 5], plan, [torch.Generator(), torch.Generator()])
     >>> for step in range(3):
-    ...     print(table.index[step].tolist(), table.sizes[step].tolist(), table.ends[step].tolist())
+    ...     columns = table.positions, table.sizes, table.ends
+    ...     print(*[column[step].tolist() for column in columns])
     [[0, 1], [0, 1]] [2, 2] [False, False]
     [[2, 2], [2, 3]] [1, 2] [True, False]
     [[0, 0], [4, 4]] [0, 1] [False, True]
@@ -393,7 +394,7 @@ class Timetable:
     (Progress(steps=2, epochs=1), Progress(steps=3, epochs=1))
     """
 
-    index: Tensor
+    positions: Tensor
     """The positions in each client's examples, (T, K, B). A short batch is padded with its first
     position; finished clients have zeros.
     """
@@ -431,7 +432,7 @@ class Timetable:
             _padded_batches(size, plan, order) for size, order in zip(sizes, orders, strict=True)
         ]
         return cls(
-            index=_padded_to_widest(positions, steps=len(time)),
+            positions=_padded_to_widest(positions, steps=len(time)),
             sizes=batch_sizes * running,
             epoch=time // batches_per_epoch * running,
             ends=running & (is_last | (time + 1 == steps)),
@@ -531,13 +532,13 @@ class Stack(TrainingClients):
 
         # The start of each client's examples in the concatenated examples.
         offsets = torch.tensor([0, *self.sizes[:-1]]).cumsum(0)
-        rows = table.index + offsets.view(1, -1, 1)
+        rows = table.positions + offsets.view(1, -1, 1)
 
         mask = _mask(table)
 
         # All steps are copied to the device at once, and values for the host remain on the host, so
         # that no step waits for a copy.
-        index = to_device(table.index, self.device)
+        positions = to_device(table.positions, self.device)
         rows = to_device(rows, self.device)
         mask = to_device(mask, self.device)
         epoch = to_device(table.epoch, self.device)
@@ -553,7 +554,7 @@ class Stack(TrainingClients):
             if not all_are_running[t]:
                 still_running = running_on_device[t]
             yield Batch(
-                index=index[t],
+                positions=positions[t],
                 rows=rows[t],
                 mask=mask[t],
                 epoch=epoch[t],
@@ -571,7 +572,7 @@ class Stack(TrainingClients):
         """
         positions = batch.rows
         if self.has_common_examples:
-            positions = batch.index
+            positions = batch.positions
         examples = self.examples.take(positions.flatten())
         x = examples.values.view(*positions.shape, *examples.values.shape[1:])
         y = examples.labels.view(*positions.shape, *examples.labels.shape[1:])
@@ -580,7 +581,7 @@ class Stack(TrainingClients):
         return StepInputs(
             x=x,
             y=y,
-            positions=batch.index,
+            positions=batch.positions,
             rows=batch.rows,
             mask=batch.mask,
             epoch=batch.epoch,
@@ -671,7 +672,7 @@ class Stack(TrainingClients):
 
 def _mask(table: Timetable) -> Tensor:
     """A mask of the real examples in every step, (steps, K, B) float."""
-    width = table.index.shape[2]
+    width = table.positions.shape[2]
     # A finished client repeats its first example, and this step is undone. Its examples count as
     # real, because the mean over no examples would be 0 / 0.
     real = torch.where(table.sizes > 0, table.sizes, width)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core.records import OFF, ModelSpec, Teacher, Tensors, TrainingStart
-from fedstill.engines.hardware import Precision, lowered, run_in_parallel
+from fedstill.engines.hardware import Precision, at_precision, run_in_parallel
 from fedstill.models import contract
 from fedstill.models.functional import SHARD, channels_last
 
@@ -91,19 +91,19 @@ class Networks:
         module = contract.module(teacher.spec, "frozen").eval()
         run = contract.forward if kind == "logits" else contract.features
         with torch.no_grad():
-            return self.lowered_teacher(run)(module, teacher.params, inputs.x)
+            return self.teacher_at_precision(run)(module, teacher.params, inputs.x)
 
     def frozen(self, start: TrainingStart, name: str) -> FrozenModel:
         """A teacher of the ``TrainingStart`` as a model."""
         return frozen(start.teachers[name], self.model)
 
-    def lowered(self, function: Callable[P, T]) -> Callable[P, T]:
+    def at_precision(self, function: Callable[P, T]) -> Callable[P, T]:
         """A pass of the student at its precision."""
-        return lowered(function, self.precision, self.device)
+        return at_precision(function, self.precision, self.device)
 
-    def lowered_teacher(self, function: Callable[P, T]) -> Callable[P, T]:
+    def teacher_at_precision(self, function: Callable[P, T]) -> Callable[P, T]:
         """A pass of a teacher at the teachers' precision."""
-        return lowered(function, self.teacher_precision, self.device)
+        return at_precision(function, self.teacher_precision, self.device)
 
 
 class BatchStep:
@@ -162,7 +162,7 @@ class BatchStep:
 
     def head(self, features: Tensor) -> Tensor:
         networks = self._networks
-        return networks.lowered(contract.head)(networks.module, self.params, features)
+        return networks.at_precision(contract.head)(networks.module, self.params, features)
 
     def run(
         self,
@@ -171,7 +171,7 @@ class BatchStep:
         **kwargs: P.kwargs,
     ) -> T:
         networks = self._networks
-        run = networks.lowered(function)
+        run = networks.at_precision(function)
         return run(networks.module, self.params, self.x, *args, **kwargs)
 
     def run_teacher(
@@ -185,7 +185,7 @@ class BatchStep:
         teacher = self._networks.frozen(self._start, name)
         network = contract.module(teacher.spec, "frozen").eval()
         params = {k: v.detach() for k, v in teacher.params.items()}
-        run = self._networks.lowered_teacher(function)
+        run = self._networks.teacher_at_precision(function)
         return run(network, params, x, *args, **kwargs)
 
     def teacher(self, name: str, raw: bool = False) -> Tensor:
@@ -220,7 +220,7 @@ class BatchStep:
 # ---- frozen teachers -----------------------------------------------------------------------------
 
 
-Outputs = dict[str, Tensor]
+TeacherOutputs = dict[str, Tensor]
 """The outputs of a pass: "logits" (n, C), and "features" (n, D) if requested."""
 
 
@@ -253,7 +253,7 @@ class Teachers:
     not depend on it.
     """
     precision: Precision = "fp32"
-    _outputs: dict[str, Outputs] = field(default_factory=dict, init=False)
+    _outputs: dict[str, TeacherOutputs] = field(default_factory=dict, init=False)
     """The outputs for the fixed inputs, or for the latest batch, by teacher."""
     _latest_batch: Tensor | None = field(default=None, init=False)
     _channels_last: dict[str, FrozenModel] = field(default_factory=dict, init=False)
@@ -305,7 +305,7 @@ class Teachers:
         return self._channels_last[name]
 
 
-def _run(model: FrozenModel, x: Tensor, kind: str, precision: Precision) -> Outputs:
+def _run(model: FrozenModel, x: Tensor, kind: str, precision: Precision) -> TeacherOutputs:
     """One pass of a teacher in this thread's module. If features are requested, the logits are
     computed from them.
     """
@@ -313,8 +313,8 @@ def _run(model: FrozenModel, x: Tensor, kind: str, precision: Precision) -> Outp
     x = channels_last(x)
     with torch.no_grad():
         if kind == "logits":
-            forward = lowered(contract.forward, precision, x.device)
+            forward = at_precision(contract.forward, precision, x.device)
             return {"logits": forward(module, model.params, x)}
-        features = lowered(contract.features, precision, x.device)(module, model.params, x)
-        logits = lowered(contract.head, precision, x.device)(module, model.params, features)
+        features = at_precision(contract.features, precision, x.device)(module, model.params, x)
+        logits = at_precision(contract.head, precision, x.device)(module, model.params, features)
         return {"features": features, "logits": logits}

@@ -39,7 +39,7 @@ from fedstill.running.model_files import FINAL, body_of, read_final
 from fedstill.running.result import Result
 from fedstill.running.same_run import RunIdentity
 from fedstill.running.selection import best_round_of
-from fedstill.running.world import RunWorld, started, world_of
+from fedstill.running.world import RunWorld, with_start_model, world_of
 
 log = logging.getLogger("fedstill.trained")
 
@@ -273,7 +273,7 @@ def _last_checkpoint(folder: Path) -> _Checkpoint:
                 f"{folder} has trained nothing yet; continue with: fedstill resume "
                 f"{in_shell(folder)}"
             )
-        return _Checkpoint(restored.state, restored.memory)
+        return _Checkpoint(restored.state, restored.state_files)
     path = folder / FINAL
     if not path.is_file():
         remedy = f"continue with: fedstill resume {in_shell(folder)}"
@@ -306,7 +306,7 @@ def _checkpoint_after(folder: Path, events: Sequence[journals.Event], round: int
             f"{available or 'none'} (keep_checkpoints_every keeps more)"
         )
     restored = checkpoints.at(last_by_round[round])
-    return _Checkpoint(restored.state, restored.memory)
+    return _Checkpoint(restored.state, restored.state_files)
 
 
 def _world(settings: Settings, start: Mapping[str, Any], inputs: StoredInputs) -> RunWorld:
@@ -315,7 +315,7 @@ def _world(settings: Settings, start: Mapping[str, Any], inputs: StoredInputs) -
     )
     if settings.train_only:
         # The parameters that are not trained are only in the file that the run started from.
-        world = started(settings, world)
+        world = with_start_model(settings, world)
     queries = {int(client): tuple(query) for client, query in start.get("queries", {}).items()}
     return world.extend(Queries(queries))
 

@@ -38,7 +38,7 @@ from fedstill.running.standardisation import (
     column_moments,
     unscaled,
 )
-from fedstill.running.world import RunWorld, extended, started, world_of
+from fedstill.running.world import RunWorld, with_extensions, with_start_model, world_of
 
 # A site's own data in the form of the run: read with the run's keys, checked against its facts, and
 # standardised with these facts.
@@ -561,5 +561,5 @@ def _prepared(
 def _world(settings: Settings, facts: Facts, public: Examples | None, start: Tensors) -> RunWorld:
     classes = len(facts.classes)
     world = world_of(settings, facts.shape, classes, len(public or ()), facts.vocabulary)
-    world = started(settings, world, start)
-    return extended(settings, world, lambda: torch.zeros(0, classes))
+    world = with_start_model(settings, world, start)
+    return with_extensions(settings, world, lambda: torch.zeros(0, classes))

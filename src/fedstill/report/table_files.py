@@ -320,9 +320,9 @@ def _send(run: Run, name: str, tracker: Tracker) -> None:
     tracker.begin(AboutRun(run.folder, name, name, run.seed, run.settings, versions), {}, -1)
     numbers = RoundNumbers(run.settings)
     for event in read_journal(run.folder / JOURNAL):
-        round_numbers = numbers.take(event)
-        if round_numbers:
-            tracker.log(*round_numbers)
+        finished = numbers.finished_round(event)
+        if finished is not None:
+            tracker.log(finished.round, finished.numbers)
     tracker.end("finished" if run.finished else "stopped", {})
 
 

@@ -52,10 +52,12 @@ class Position:
 
 @dataclass(frozen=True)
 class Restored:
-    """The content of a checkpoint: the state, its memory files, and the position in the journal."""
+    """The content of a checkpoint: the state, the files of client states (name and SHA-256 by
+    client), and the position in the journal.
+    """
 
     state: State
-    memory: dict[int, tuple[str, str]]
+    state_files: dict[int, tuple[str, str]]
     journal: JournalMark
 
 
@@ -63,15 +65,15 @@ class Restored:
 class Checkpoints:
     """The checkpoints of a run, all with the same configuration.
 
-    ``config``: the SHA-256 of the configuration. ``memory``: the folder of memory files; if given,
-    these files are verified too. ``every``: in addition to the last checkpoints, one checkpoint is
-    kept after every so many rounds; 0: none. Callers of ``save`` can name further rounds to keep,
-    such as the best one so far.
+    ``config``: the SHA-256 of the configuration. ``memory_folder``: the folder of client states; if
+    given, these files are verified too. ``every``: in addition to the last checkpoints, one
+    checkpoint is kept after every so many rounds; 0: none. Callers of ``save`` can name further
+    rounds to keep, such as the best one so far.
     """
 
     folder: Path
     config: str
-    memory: Path | None = None
+    memory_folder: Path | None = None
     every: int = 0
     # objects that were verified or written by this process
     _sound: set[str] = field(default_factory=set, compare=False, repr=False)
@@ -84,13 +86,13 @@ class Checkpoints:
     def save(
         self,
         state: State,
-        memory: dict[int, tuple[str, str]],
+        state_files: dict[int, tuple[str, str]],
         journal: JournalMark,
         beside: Callable[[], object] | None = None,
         *,
         rounds: Collection[int] = (),
     ) -> list[str]:
-        """Write a checkpoint; return the names of all memory files that checkpoints still need.
+        """Write a checkpoint; return the names of all client states that checkpoints still need.
 
         ``beside``: waits for other files that must be durable before the checkpoint; it runs at the
         same time. ``rounds``: further rounds of which the last checkpoint is kept.
@@ -98,7 +100,7 @@ class Checkpoints:
         make_real_folder(self.folder)
         make_real_folder(self.objects)
         groups: dict[str, str] = {}
-        write_together(self._files(state, memory, journal, groups), beside=beside)
+        write_together(self._files(state, state_files, journal, groups), beside=beside)
         self._sound.update(groups.values())
         return self.prune(state, rounds)
 
@@ -148,7 +150,7 @@ class Checkpoints:
     def _files(
         self,
         state: State,
-        memory: dict[int, tuple[str, str]],
+        state_files: dict[int, tuple[str, str]],
         journal: JournalMark,
         groups: dict[str, str],
     ) -> Iterator[tuple[Path, Content]]:
@@ -174,7 +176,7 @@ class Checkpoints:
             "stage": state.stage,
             "model": model,
             "groups": groups,
-            "memory": {str(c): list(memory[c]) for c in sorted(memory)},
+            "memory": {str(c): list(state_files[c]) for c in sorted(state_files)},
             "journal": journal,
             "config": self.config,
         }
@@ -221,11 +223,11 @@ class Checkpoints:
             stage=manifest["stage"],
             model=model,
         )
-        memory = {int(c): (file, sha) for c, (file, sha) in manifest["memory"].items()}
-        if self.memory is not None:
-            for file, sha in memory.values():
-                read_verified(self.memory / file, sha)
-        return Restored(state, memory, JournalMark(*manifest["journal"]))
+        state_files = {int(c): (file, sha) for c, (file, sha) in manifest["memory"].items()}
+        if self.memory_folder is not None:
+            for file, sha in state_files.values():
+                read_verified(self.memory_folder / file, sha)
+        return Restored(state, state_files, JournalMark(*manifest["journal"]))
 
     def _manifest(self, name: str) -> dict[str, Any]:
         path = self.folder / name
@@ -244,20 +246,20 @@ class Checkpoints:
         return group
 
     def prune(self, state: State, rounds: Collection[int] = ()) -> list[str]:
-        """Delete files that no kept checkpoint needs; return the memory files that are needed.
+        """Delete files that no kept checkpoint needs; return the client states that are needed.
 
         The last three checkpoints up to a state are kept, and those of ``every`` and ``rounds``.
         """
         newest = _name(state.round, state.stage)
         names = sorted(p.name for p in self.folder.glob("*.json") if p.name <= newest)
         needed: set[str] = set()
-        memory: set[str] = set()
+        needed_states: set[str] = set()
         retained = {*names[-CHECKPOINTS_KEPT:], *self._retained(names, rounds)}
         for name in sorted(retained):
             manifest = self._manifest_or_none(name)
             if manifest is not None:
                 needed.update(manifest["groups"].values())
-                memory.update(file for file, _ in manifest["memory"].values())
+                needed_states.update(file for file, _ in manifest["memory"].values())
         old = set(names) - retained
         remove_files(self.folder, old.__contains__)
 
@@ -266,7 +268,7 @@ class Checkpoints:
 
         for name in remove_files(self.objects, is_unneeded):
             self._sound.discard(name.removesuffix(TENSORS))
-        return sorted(memory)
+        return sorted(needed_states)
 
     def _retained(self, names: Sequence[str], rounds: Collection[int]) -> list[str]:
         """The last checkpoints of the rounds that ``every`` and ``rounds`` select."""
@@ -354,7 +356,7 @@ class StoredMemory(Memory):
             # One client at a time, because the encoded states of all may not fit into memory.
             for client, state in states.items():
                 data = encoded_parts(state)
-                name = f"client{client}-round{stage.round}-stage{stage.index}.safetensors"
+                name = _file_name(client, stage.round, stage.index)
                 versions[client] = (name, digest(*data))
                 yield self.folder / name, data
 
@@ -471,4 +473,8 @@ def update_file(folder: Path, event: Event) -> Path:
 
 
 def _path(folder: Path, round: int, stage: int, client: int) -> Path:
-    return folder / f"client{client}-round{round}-stage{stage}.safetensors"
+    return folder / _file_name(client, round, stage)
+
+
+def _file_name(client: int, round: int, stage: int) -> str:
+    return f"client{client}-round{round}-stage{stage}.safetensors"

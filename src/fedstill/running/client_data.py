@@ -39,7 +39,12 @@ from fedstill.data.sources.image_sets import images_in, read_unlabelled
 from fedstill.data.sources.verification import TEST_SHARE
 from fedstill.data.views import concatenated
 from fedstill.running.split_file import StoredSplit
-from fedstill.running.splitting import cut_into_tasks, draw_split, draw_split_by_task
+from fedstill.running.splitting import (
+    cut_into_tasks,
+    draw_split,
+    draw_split_by_task,
+    partition_seed,
+)
 from fedstill.running.standardisation import UNSCALED, Moments, Scaler, fit_scaler
 
 log = logging.getLogger("fedstill.run")
@@ -170,10 +175,7 @@ def _from_training_set(settings: Settings, train: Examples) -> PublicSplit:
         return PublicSplit(train, None)
     if size >= len(train):
         raise ConfigError(f"data.public = {size} leaves nothing of {len(train)} training examples")
-    seed = settings.named.partition.values.get("seed")
-    if seed is None:
-        seed = settings.seed
-    pool, public = public_split(len(train), size, seed)
+    pool, public = public_split(len(train), size, partition_seed(settings))
     return PublicSplit(train.take(torch.from_numpy(pool)), train.take(torch.from_numpy(public)))
 
 

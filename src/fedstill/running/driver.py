@@ -27,7 +27,14 @@ from fedstill.engines.serial import Memory, SerialEngine, Version
 from fedstill.running.checkpoint import Checkpoints, Restored, StoredMemory
 from fedstill.running.evaluation import Evaluation, answering_models, client_predictors_of
 from fedstill.running.extensions import run_context, run_extensions
-from fedstill.running.journal import CONFIG, CONFIG_SHA256, JOURNAL, START, Journal, read_journal
+from fedstill.running.journal import (
+    CONFIG,
+    CONFIG_SHA256,
+    EMPTY_MARK,
+    JOURNAL,
+    Journal,
+    read_journal,
+)
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.recording import (
     OnRound,
@@ -270,7 +277,7 @@ class Driver:
         self._write_start()
         for event in events:
             self.journal.append(dict(event))
-        self.engine.memory.index.update(restored.memory)
+        self.engine.memory.index.update(restored.state_files)
         self.recorder.save(restored.state)
 
     def close(self) -> None:
@@ -318,7 +325,7 @@ class Driver:
 
     def _start(self) -> State:
         """Start a new run, and return the state before round 1."""
-        self.journal.cut(START)
+        self.journal.cut(EMPTY_MARK)
         self.recorder.cut(0, 0)
         preliminary = self._complete_preparation()
         method, world = self.context.method, self.context.world
@@ -368,7 +375,7 @@ class Driver:
         for event in events:
             self._on_event(event)
         note_versions(self.journal, events, restored.state, self.prepared.settings.device)
-        self.engine.memory.index.update(restored.memory)
+        self.engine.memory.index.update(restored.state_files)
         self.recorder.prune(restored.state)
         return restored.state
 
@@ -442,7 +449,7 @@ class Driver:
 
     def _on_event(self, event: Event) -> None:
         """Called with each event of the journal when it is written or when a run is resumed."""
-        self.tracking.take(dict(event))
+        self.tracking.on_event(dict(event))
         self.recorder.on_event(event)
 
 

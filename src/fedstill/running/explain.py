@@ -7,7 +7,6 @@ out whether clients can be stacked.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,7 +119,7 @@ def local_steps(prepared: Prepared, stage: Stage, examples: int) -> int:
     plan = prepared.world.plans.get(stage.name)
     if plan is None:
         return 0
-    return plan.steps or plan.epochs * math.ceil(examples / plan.batch)
+    return plan.steps or plan.epochs * plan.batches_per_epoch(examples)
 
 
 def _trained_examples(prepared: Prepared, stage: Stage, examples: int) -> int:

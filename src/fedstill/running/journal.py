@@ -89,7 +89,7 @@ class JournalMark(NamedTuple):
     """SHA-256 of these bytes."""
 
 
-START = JournalMark(0, digest(b""))
+EMPTY_MARK = JournalMark(0, digest(b""))
 """The mark of an empty journal."""
 
 

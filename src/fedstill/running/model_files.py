@@ -196,7 +196,7 @@ def file_of(source: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartModel:
     """The initial model of a run that starts from a file.
 
     params: all parameters of its network. new: the names of entries that the file lacks. left_out:
@@ -217,9 +217,9 @@ class Start:
         )
 
 
-def start_of(
+def start_model_of(
     source: str, spec: ModelSpec, drawn: Callable[[], Tensors], partial: bool = False
-) -> Start:
+) -> StartModel:
     """The initial model of a run, from the file or directory that ``start_from`` names.
 
     drawn: returns random initial parameters. partial: whether to use only those entries of the file
@@ -232,7 +232,7 @@ def start_of(
     stored = {**added, **_stored(file_of(source))}
     misfits = _misfits(stored, expected)
     if not misfits:
-        return Start({name: stored[name] for name in expected})
+        return StartModel({name: stored[name] for name in expected})
     if not partial:
         name = misfits[0]
         raise ConfigError(
@@ -251,10 +251,10 @@ def start_of(
     params = {}
     for name in expected:
         params[name] = initial[name] if name in new else stored[name]
-    return Start(params, new, left_out)
+    return StartModel(params, new, left_out)
 
 
-def sent_start(params: Tensors, spec: ModelSpec) -> Start:
+def sent_start(params: Tensors, spec: ModelSpec) -> StartModel:
     """The initial model of a run that a server sent to a client.
 
     Raises Refused unless it has exactly the entries of the network, and all numbers are finite.
@@ -274,7 +274,7 @@ def sent_start(params: Tensors, spec: ModelSpec) -> Start:
                 f"the start model has numbers in {name!r} that are not finite",
                 "start",
             )
-    return Start({name: params[name] for name in expected})
+    return StartModel({name: params[name] for name in expected})
 
 
 def _misfits(params: Tensors, expected: Tensors) -> list[str]:
@@ -509,7 +509,7 @@ def _params(spec: ModelSpec, source: str) -> Mapping[str, Tensor]:
             f"data.features_of: {spec.label} has no body, so it has no features; choose a network "
             "with a body and a head"
         )
-    start = start_of(source, spec, lambda: contract.initial(spec, 0), partial=True)
+    start = start_model_of(source, spec, lambda: contract.initial(spec, 0), partial=True)
     missing = [name for name in start.new if name.startswith("body.")]
     if missing:
         raise ConfigError(

@@ -122,10 +122,10 @@ def _bytes_sent(events: Sequence[Event], key: str) -> int:
 
 # ---- measures ------------------------------------------------------------------------------------
 
-WHERE = frozenset({"event", "measure", "round", "stage", "name", "seconds"})
+LOCATION_FIELDS = frozenset({"event", "measure", "round", "stage", "name", "seconds"})
 """Fields that locate a measure's event in the run. No measure may return one of them."""
 
-TIMES = ("seconds_training", "seconds_saving", "seconds_clients")
+RESERVED_TIMES = ("seconds_training", "seconds_saving", "seconds_clients")
 """Fields of a round's event that no measure may return."""
 
 
@@ -200,7 +200,7 @@ class Measures(Observer):
             warn_of_silence(self.measures, reports)
         # Over Flower no client's report may end the run.
         is_tolerant = settings.engine == "flower"
-        reserved = {*so_far, *TIMES, OF_USER_MEASURES}
+        reserved = {*so_far, *RESERVED_TIMES, OF_USER_MEASURES}
         by_measure = fields_of_measures(self.measures, reports, reserved, is_tolerant)
         fields: Fields = {}
         for fields_of_one in by_measure.values():
@@ -271,7 +271,7 @@ def look(
                     "measure %s looks once, in %s, and there was nothing to see", name, place
                 )
             return None
-        fields = journal_fields(measure.look, numbers, WHERE)
+        fields = journal_fields(measure.look, numbers, LOCATION_FIELDS)
         _check_client(measure, fields)
         return fields
     except FedstillError:
@@ -326,7 +326,7 @@ def fields_of_measures(
     by_measure: dict[str, Fields] = {name: {} for name in chosen}
     for name, measure in chosen.items():
         of_other_measures = set().union(*by_measure.values())
-        forbidden = {*WHERE, *reserved, *of_other_measures}
+        forbidden = {*LOCATION_FIELDS, *reserved, *of_other_measures}
         try:
             numbers = measure.of_round(reports)
             by_measure[name] = journal_fields(measure.of_round, numbers, forbidden)
@@ -360,7 +360,7 @@ class TaskEnds(Observer):
         self.at_sites = self.prepared.settings.sites_have_tasks
 
     @property
-    def on(self) -> bool:
+    def is_active(self) -> bool:
         """Whether the run has a stream, and there is a test set: the server's, or those of real
         sites.
         """
@@ -397,7 +397,7 @@ class TaskEnds(Observer):
         """The task of a round, and the accuracy over test examples of all classes seen by then,
         among these.
         """
-        if not self.on:
+        if not self.is_active:
             return {}
         stream = self.prepared.world.stream
         task = stream.task(result.number)
@@ -420,7 +420,7 @@ class TaskEnds(Observer):
         """The event of a task's end; round 0 is that of the untrained model, as task 0."""
         stream = self.prepared.world.stream
         is_end = result.number == 0 or stream.ends(result.number)
-        if not self.on or not is_end:
+        if not self.is_active or not is_end:
             return
         began = time.perf_counter()
         task = self._task_of(result)

@@ -46,7 +46,7 @@ from fedstill.data.inputs import Inputs
 from fedstill.data.sources import load_dataset
 from fedstill.data.views import Arrival, SiteViews
 from fedstill.engines.client_measures import ClientMeasures
-from fedstill.engines.devices import check_machine, steady
+from fedstill.engines.devices import check_machine, make_deterministic
 from fedstill.engines.hardware import ThreadCounts
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.pooled import PooledEngine
@@ -69,8 +69,8 @@ from fedstill.running.standardisation import UNSCALED, Moments, Scaler
 from fedstill.running.world import (
     ENGINES,
     RunWorld,
-    extended,
-    started,
+    with_extensions,
+    with_start_model,
     work_of_stages,
     world_of,
 )
@@ -389,7 +389,7 @@ def reuse_bytes() -> int:
 def _check_machine(settings: Settings) -> None:
     """Raise ConfigError if this machine cannot execute the run; make its arithmetic repeatable."""
     check_machine(settings.precisions, settings.device)
-    steady(settings.device)
+    make_deterministic(settings.device)
     if settings.reuse:
         reuse_bytes()  # raises if the environment variable is not a number
 
@@ -407,10 +407,10 @@ def _make_world(
     classes = len(dataset.classes)
     public = len(data.public or ())
     world = world_of(settings, dataset.input_shape, classes, public, dataset.vocabulary)
-    world = started(settings, world, start)
+    world = with_start_model(settings, world, start)
     if data.tasks is not None:
         world = replace(world, stream=stream_of(settings, data.tasks, data.full_split))
-    return extended(settings, world, lambda: data.label_table(classes))
+    return with_extensions(settings, world, lambda: data.label_table(classes))
 
 
 def _inputs(settings: Settings, dataset: Dataset, scaler: Scaler) -> Inputs:

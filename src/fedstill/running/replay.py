@@ -20,7 +20,7 @@ from fedstill.core.process_settings import process_settings
 from fedstill.core.records import Stage, State, World
 from fedstill.core.rounds import StageChange, extended_world, run_round, unchanged
 from fedstill.data.dataset import Dataset
-from fedstill.engines.devices import steady
+from fedstill.engines.devices import make_deterministic
 from fedstill.engines.hardware import ThreadCounts, torch_threads
 from fedstill.engines.serial import Memory, SerialEngine
 from fedstill.running.checkpoint import Checkpoints, Position, Restored, StoredMemory
@@ -137,7 +137,7 @@ class Replay:
             torch_threads(ThreadCounts(*settings.threads).alone),
             closing(self.prepared.engine(memory, measured=False)) as run_engine,
         ):
-            steady(settings.device)
+            make_deterministic(settings.device)
             engine = replace(run_engine, hooks=(*run_engine.hooks, *hooks))
             if not reuse_replies:
                 engine = replace(engine, reply_cache=None)
@@ -148,7 +148,7 @@ class Replay:
         """The client states at the checkpoint, held in this process."""
         if self.restored is None:
             return Memory()
-        stored = StoredMemory(self.folder / "memory", self.restored.memory)
+        stored = StoredMemory(self.folder / "memory", self.restored.state_files)
         return stored.in_process()
 
     def _first_state(self, engine: SerialEngine, extensions: Extensions) -> State:

@@ -245,7 +245,7 @@ def sums_work(settings: Settings, about: DatasetInfo, shape: tuple[int, ...]) ->
     Raises ConfigError for limits of columns that are not standardised, and for a lower limit above
     the upper one.
     """
-    names = about.features or tuple(f"channel {i}" for i in range(shape[0]))
+    names = _column_names(about, shape[0])
     standardised = [
         name for i, name in enumerate(names[: shape[0]]) if i not in about.binary_features
     ]
@@ -556,8 +556,9 @@ def _check_unit(train: Examples, declared: Moments, dataset: Dataset) -> None:
     farthest = float(distances.max())
     if farthest > FARTHEST:
         column = int(distances.argmax())
+        column_name = _column_names(dataset.about, column + 1)[column]
         raise ConfigError(
-            f"data.std = {declared.std[column]:g} of {_column_names(dataset, column + 1)[column]}: "
+            f"data.std = {declared.std[column]:g} of {column_name}: "
             f"a training value is {farthest:.1e} standard deviations away from data.mean = "
             f"{declared.mean[column]:g}; write both in the unit of the data"
         )
@@ -629,13 +630,13 @@ def _note_origin(origin: Origin, dataset: Dataset) -> str:
 
 
 def _note_constant(column_moments: Moments, dataset: Dataset, place: str = "") -> str:
-    names = _column_names(dataset, len(column_moments.mean))
+    names = _column_names(dataset.about, len(column_moments.mean))
     constant = ", ".join(names[column] for column in column_moments.constant[:20])
     return f"columns that are constant to six digits{place} become 0: {constant}"
 
 
-def _column_names(dataset: Dataset, width: int) -> Sequence[str]:
-    return dataset.about.features or tuple(f"channel {i}" for i in range(width))
+def _column_names(about: DatasetInfo, width: int) -> Sequence[str]:
+    return about.features or tuple(f"channel {i}" for i in range(width))
 
 
 def _scaled(values: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:

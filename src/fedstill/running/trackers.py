@@ -315,6 +315,14 @@ GATHERED = frozenset({"initial", "round", "client", "measure"})
 """The events that contain a round's numbers."""
 
 
+@dataclass(frozen=True)
+class FinishedRound:
+    """The numbers of a finished round by name; round 0 is before training."""
+
+    round: int
+    numbers: dict[str, float]
+
+
 class RoundNumbers:
     """Reads the events of a journal in order, and returns the numbers of a round after its last
     event.
@@ -331,8 +339,8 @@ class RoundNumbers:
         self._classes: list[str] = []
         self._events: list[Event] = []
 
-    def take(self, event: Event) -> tuple[int, dict[str, float]] | None:
-        """Read an event; returns (round, numbers) if it ends a round (0: before training)."""
+    def finished_round(self, event: Event) -> FinishedRound | None:
+        """Read an event; return the numbers of a round if the event is its last one."""
         kind = event["event"]
         if kind == "start":
             self._classes = event["classes"]
@@ -349,7 +357,7 @@ class RoundNumbers:
         for column in columns:
             numbers.update(self._scalars(column, number))
         self._events = []
-        return number, numbers
+        return FinishedRound(number, numbers)
 
     def _scalars(self, column: Numbers, number: int) -> Iterator[tuple[str, float]]:
         """The names and values that trackers receive for one metric in a round."""
@@ -431,7 +439,7 @@ def send_late(
     if tracking.behind:
         with tracking:
             for event in read_journal(folder / JOURNAL):
-                tracking.take(event)
+                tracking.on_event(event)
             tracking.finished(summary)
 
 
@@ -451,23 +459,22 @@ class Tracking:
         self._numbers = RoundNumbers(flat(settings.tree))
         self._summary: Mapping[str, Any] = {}
 
-    def take(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Read an event of the journal, and send a round's numbers after its last event."""
         if not self._trackers:
             return
         if event["event"] == "start":
             self._begin(event)
-        finished_round = self._numbers.take(event)
-        if finished_round is None:
+        finished = self._numbers.finished_round(event)
+        if finished is None:
             return
-        number, numbers = finished_round
         for name, tracker in list(self._active.items()):
             memo = self._memos[name]
-            if number <= memo["round"]:
+            if finished.round <= memo["round"]:
                 continue
-            with self._errors_as_warnings(name, f"round {number}"):
-                tracker.log(number, numbers)
-                memo["round"] = number
+            with self._errors_as_warnings(name, f"round {finished.round}"):
+                tracker.log(finished.round, finished.numbers)
+                memo["round"] = finished.round
                 self._write()
 
     def finished(self, summary: Mapping[str, Any]) -> None:

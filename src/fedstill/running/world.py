@@ -24,7 +24,7 @@ from fedstill.engines.vectorised import MAX_STACK, StageWork, VectorisedEngine
 from fedstill.models import contract
 from fedstill.models.building import ADDED, hold
 from fedstill.models.predictors import predictor
-from fedstill.running.model_files import Start, sent_start, start_of
+from fedstill.running.model_files import StartModel, sent_start, start_model_of
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class RunWorld:
     public: int = 0
     stream: Stream = ONE_TASK
     extensions: Mapping[type[Any], Any] = field(default_factory=dict)
-    start: Start | None = field(default=None, compare=False, repr=False)
+    start: StartModel | None = field(default=None, compare=False, repr=False)
     _initial: dict[ModelSpec, Tensors] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -126,7 +126,7 @@ def world_of(
     )
 
 
-def started(settings: Settings, world: RunWorld, sent: Tensors | None = None) -> RunWorld:
+def with_start_model(settings: Settings, world: RunWorld, sent: Tensors | None = None) -> RunWorld:
     """The world whose server architecture starts with the parameters of ``start_from``, if it is
     set.
 
@@ -136,7 +136,7 @@ def started(settings: Settings, world: RunWorld, sent: Tensors | None = None) ->
         return world
     spec = world.server_model
     if sent is None:
-        start = start_of(
+        start = start_model_of(
             settings.start_from, spec, lambda: world.initial(SERVER), settings.start_from_partial
         )
     else:
@@ -146,7 +146,9 @@ def started(settings: Settings, world: RunWorld, sent: Tensors | None = None) ->
     return replace(world, _initial={spec: start.params}, start=start)
 
 
-def extended(settings: Settings, world: RunWorld, label_counts: Callable[[], Tensor]) -> RunWorld:
+def with_extensions(
+    settings: Settings, world: RunWorld, label_counts: Callable[[], Tensor]
+) -> RunWorld:
     """The world with the records of outer packages.
 
     label_counts: returns the label counts (clients, C) of a simulation, or (0, C) for real sites,
@@ -158,7 +160,7 @@ def extended(settings: Settings, world: RunWorld, label_counts: Callable[[], Ten
     return world
 
 
-def _holding(train_only: tuple[str, ...], world: RunWorld, start: Start) -> RunWorld:
+def _holding(train_only: tuple[str, ...], world: RunWorld, start: StartModel) -> RunWorld:
     """The world in which only the given entries of the architecture are trained and sent."""
     train_only += tuple(ADDED[what] for what in world.server_model.adds)
     named = {name: value for name, value in start.params.items() if matches(name, train_only)}

@@ -93,7 +93,7 @@ class Sifu(Strategy):
         memory: Mapping[int, tuple[str, str]] = {}
         restored = _checkpoint_after(original, number)
         if restored is not None:
-            memory = restored.memory
+            memory = restored.state_files
         return StartPoint(
             state=replace(state.without(ANSWERED), round=number + 1, stage=0),
             memory=memory,

@@ -424,6 +424,6 @@ def continued(original: OriginalRun, prepared: Prepared, state: State | None = N
     ]
     return StartPoint(
         state=replace(state.without(ANSWERED), round=original.last_round + 1, stage=0),
-        memory=original.last_checkpoint.memory,
+        memory=original.last_checkpoint.state_files,
         events=events,
     )

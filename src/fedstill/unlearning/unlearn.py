@@ -35,7 +35,7 @@ from fedstill.running.checkpoint import UPDATE_SHA256, UPDATES, Restored, read_v
 from fedstill.running.client_data import set_public_apart, subset, training_and_test_sets
 from fedstill.running.directory import new_directory
 from fedstill.running.driver import Driver
-from fedstill.running.journal import CONFIG, JOURNAL, START
+from fedstill.running.journal import CONFIG, EMPTY_MARK, JOURNAL
 from fedstill.running.preparation import Prepared, prepare, reading_options
 from fedstill.running.recording import Progress, Quiet
 from fedstill.running.result import Result
@@ -302,7 +302,7 @@ def _write_start(
     config = prepared.settings.toml.encode()
     write_whole(folder / CONFIG, config)
     trust_content(config)
-    restored = Restored(start.state, dict(start.memory), START)
+    restored = Restored(start.state, dict(start.memory), EMPTY_MARK)
     with closing(Driver(prepared, folder, Quiet())) as driver:
         driver.begin_from(restored, start.events)
 
