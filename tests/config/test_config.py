@@ -240,3 +240,12 @@ def test_another_data_set_keeps_the_other_keys_of_data() -> None:
     experiment = Experiment(data={"name": "digits", "public": 50})
     changed = experiment.with_values({"data.name": "blobs"}, "Python")
     assert changed.table("data") == {"name": "blobs", "public": 50}
+
+
+def test_a_federation_is_not_ignored_in_silence() -> None:
+    """Without engine = "flower", the run would train on parts of one data set in this process."""
+    federation = {"flower": {"federation": "fed"}}
+    for engine in ("auto", "pooled"):
+        with pytest.raises(ConfigError, match=r"flower\.federation has no effect"):
+            resolve(toys.toy("fedavg", engine=engine, **federation))
+    assert resolve(toys.toy("fedavg", engine="flower", **federation)).is_deployed

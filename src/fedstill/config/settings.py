@@ -232,6 +232,12 @@ def _check_processes(settings: Settings, device: str) -> None:
     """Raise ConfigError for values that are impossible for clients in other processes or on other
     machines.
     """
+    if settings.flower.federation and settings.engine != "flower":
+        raise wrong_value(
+            "flower.federation",
+            f"has no effect with engine = {settings.engine!r}, which trains in this process",
+            "set engine = 'flower', or remove it",
+        )
     if device == "auto" and settings.is_deployed:
         raise wrong_value(
             "device",
