@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import toys
 from fedstill.config.experiment import Experiment, from_tree, load
 from fedstill.config.overrides import parse_overrides
 from fedstill.config.resolve import resolve
