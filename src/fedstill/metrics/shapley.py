@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,10 +34,9 @@ NODES = ((0.5 - _ROOT / 2, 5 / 18), (0.5, 8 / 18), (0.5 + _ROOT / 2, 5 / 18))
 """The nodes of the three-point Gauss–Legendre rule on [0, 1], and their weights."""
 
 
-class ContributionTable(NamedTuple):
-    """Contributions (m, C), and as their error the gap (C,) of their sums or standard errors
-    (m, C).
-    """
+@dataclass(frozen=True, eq=False)
+class ContributionTable:
+    """Contributions (m, C), and their gap (C,): the error of their sums."""
 
     values: Tensor
     gap: Tensor
@@ -106,35 +105,6 @@ def _exact_contribution(
             change = coalition_values[extended] - coalition_values[coalition]
             parts.append(change / orders_with_size)
     return torch.stack(parts).sum(0)
-
-
-def orders(value: Value, players: int, count: int, draw: torch.Generator) -> ContributionTable:
-    """A player's mean marginal contribution over ``count`` random orders, and its standard error
-    (m, C).
-
-    Source: Castro et al. (2009). Coalitions that occur in several orders are evaluated once.
-    """
-    coalition_values: dict[tuple[int, ...], Tensor] = {}
-
-    def cached_value(coalition: tuple[int, ...]) -> Tensor:
-        if coalition not in coalition_values:
-            coalition_values[coalition] = value(coalition)
-        return coalition_values[coalition]
-
-    rows = []
-    for _ in range(count):
-        coalition: tuple[int, ...] = ()
-        changes = [cached_value(())] * players
-        for k in torch.randperm(players, generator=draw).tolist():
-            extended = tuple(sorted((*coalition, k)))
-            changes[k] = cached_value(extended) - cached_value(coalition)
-            coalition = extended
-        rows.append(torch.stack(changes))
-    by_order = torch.stack(rows)  # (count, m, C)
-    error = torch.full_like(by_order[0], math.inf)
-    if count > 1:
-        error = by_order.std(0) / math.sqrt(count)
-    return ContributionTable(by_order.mean(0), error)
 
 
 def two_ends(value: Value, players: int) -> ContributionTable:
