@@ -16,7 +16,7 @@ from fedstill.core import trees
 from fedstill.core.extensions import StageResult
 from fedstill.core.records import Payload, Reply, Stage, State, World
 from fedstill.measures.base import EvaluationContext
-from fedstill.measures.contributions import Contributions, StageGame, at_most
+from fedstill.measures.contributions import Contributions, StageGame, at_most, idle_replies
 
 AFFINE = (
     "fedavg",
@@ -180,10 +180,10 @@ def test_the_idle_game_keeps_the_weights_and_the_absent_one_does_not(
     looked: tuple[StageResult, EvaluationContext],
 ) -> None:
     seen, context = looked
-    idle = StageGame(
-        context.method, seen.before, seen.stage, seen.accepted, seen.payloads, context.world
-    )
-    absent = replace(idle, game="absent")
+    absent = StageGame(context.method, seen.before, seen.stage, seen.accepted, context.world)
+    replies = idle_replies(context.method, seen.accepted, seen.payloads)
+    idle = replace(absent, idle_replies=replies)
+    assert (absent.game, idle.game) == ("absent", "idle")
     nobody = idle.state(()).params
     assert all(torch.allclose(nobody[k], v, atol=1e-6) for k, v in seen.before.params.items())
     assert absent.state(()) is seen.before

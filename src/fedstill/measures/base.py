@@ -52,17 +52,17 @@ MEASURES_FOLDER = "measures"
 # missing entries.
 
 
-def lacking(spec: ModelSpec, params: Tensors, part: str = "") -> list[str]:
+def missing_entries(spec: ModelSpec, params: Tensors, part: str = "") -> list[str]:
     """The entries of an architecture, or of a part of it, that a model lacks."""
     entries = contract.entries(spec, contract.module(spec, "frozen"))
     return [name for name in entries if name.startswith(part) and name not in params]
 
 
-def whole(spec: ModelSpec, params: Tensors, part: str = "") -> Tensors:
+def checked_complete(spec: ModelSpec, params: Tensors, part: str = "") -> Tensors:
     """The model, if it has all entries of an architecture, or of a part of it; raises FedstillError
     if it lacks one.
     """
-    missing = lacking(spec, params, part)
+    missing = missing_entries(spec, params, part)
     if not missing:
         return params
     names = missing[0]
@@ -72,7 +72,7 @@ def whole(spec: ModelSpec, params: Tensors, part: str = "") -> Tensors:
 
 
 @dataclass(frozen=True)
-class WholePasses(ModelPasses):
+class CompleteModelPasses(ModelPasses):
     """Passes of complete models. Raises FedstillError if a model lacks an entry; features only need
     the entries of the body.
     """
@@ -81,7 +81,7 @@ class WholePasses(ModelPasses):
         self, params: Tensors, examples: Examples, loss: Any, batch: int, seed: int | None = None
     ) -> Iterator[Tensors]:
         """As ``ModelPasses.gradients``."""
-        return super().gradients(whole(self.model, params), examples, loss, batch, seed)
+        return super().gradients(checked_complete(self.model, params), examples, loss, batch, seed)
 
     def run(
         self,
@@ -94,7 +94,7 @@ class WholePasses(ModelPasses):
         part = ""
         if function is contract.features:
             part = "body."
-        entries = whole(model or self.model, params, part)
+        entries = checked_complete(model or self.model, params, part)
         return super().run(function, entries, examples, model)
 
 
@@ -153,14 +153,14 @@ class EvaluationContext:
         """Passes of global models over examples; they raise FedstillError for an incomplete
         model.
         """
-        return WholePasses(self.spec, self.inputs)
+        return CompleteModelPasses(self.spec, self.inputs)
 
     def predictor(self, params: Tensors, client: int = SERVER) -> Predictor:
         """The predictor of a model with a client's architecture; raises FedstillError for an
         incomplete model.
         """
         spec = self.world.model(client)
-        return predictor(spec, whole(spec, params))
+        return predictor(spec, checked_complete(spec, params))
 
     def some(self, size: int) -> Examples:
         """A stratified sample of ``size`` test examples, the same in every round and run."""
@@ -220,7 +220,7 @@ def layers(context: EvaluationContext, params: Tensors, images: Examples) -> dic
     (n, C).
     """
     passes = context.passes()
-    features = passes.features(whole(context.spec, params), images)
+    features = passes.features(checked_complete(context.spec, params), images)
     network = contract.module(context.spec, "frozen").eval()
     on_device = {k: v.to(features.device) for k, v in params.items()}
     with torch.no_grad():
@@ -264,7 +264,7 @@ class RoundReports:
 
 
 @runtime_checkable
-class SaysLogits(Protocol):
+class SendsLogits(Protocol):
     """A method whose clients send ``logits`` on public examples, and store their model as
     ``params`` in their client state.
     """
@@ -363,7 +363,7 @@ def at_clients(
     return ClientMeasures(client_measures, rounds)
 
 
-def are_counts(report: Mapping[str, Any], fields: Sequence[str], classes: int) -> str:
+def wrong_counts(report: Mapping[str, Any], fields: Sequence[str], classes: int) -> str:
     """The reason why a report's fields of counts are invalid; empty if they are valid.
 
     A field may be missing. Otherwise, it must be a list with a non-negative integer for each class.

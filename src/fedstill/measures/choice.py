@@ -13,7 +13,7 @@ from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.core.records import SERVER, Stage, World
 from fedstill.core.rounds import Schedule
-from fedstill.measures.base import LOGITS, Measure, SaysLogits
+from fedstill.measures.base import LOGITS, Measure, SendsLogits
 from fedstill.methods.fit import anyone_asks
 from fedstill.models import contract
 
@@ -196,7 +196,7 @@ def _lacks_uploads(setting: MeasuredRun) -> str:
             f"clients of method {setting.name} send neither models nor logits{alternatives}; "
             "choose a method whose clients send models or logits"
         )
-    if not isinstance(setting.schedule.method, SaysLogits):
+    if not isinstance(setting.schedule.method, SendsLogits):
         return (
             f"method {setting.name} does not define which logits clients send; define "
             "sent_logits(logits)"

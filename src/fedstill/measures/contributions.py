@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import batch_norm, instance_norm
 from torch.overrides import TorchFunctionMode
 
+from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import StageActor, StageResult, of_some_clients
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.method import Method
@@ -33,7 +34,7 @@ from fedstill.data.inputs import Inputs
 from fedstill.data.views import SiteViews
 from fedstill.engines.client_measures import AtClient
 from fedstill.engines.passes import correct_by_class, shards
-from fedstill.measures.base import EvaluationContext, Measure, Numbers, are_counts, rounded_lists
+from fedstill.measures.base import EvaluationContext, Measure, Numbers, rounded_lists, wrong_counts
 from fedstill.methods.fit import fitted_models, student_models
 from fedstill.metrics.shapley import (
     MOST_EXACT,
@@ -136,6 +137,23 @@ relative to the whole change.
 """
 
 
+def idle_replies(
+    actor: StageActor, replies: Sequence[Reply], payloads: Mapping[int, Payload]
+) -> list[Reply] | None:
+    """The replies of the same clients if they had changed nothing; None if the method does not
+    define them.
+    """
+    if not isinstance(actor, Method):
+        return None
+    idle = []
+    for reply in replies:
+        content = actor.idle_reply(reply, payloads[reply.client])
+        if content is None:
+            return None
+        idle.append(replace(reply, content=content))
+    return idle
+
+
 @dataclass(frozen=True, eq=False)
 class StageGame:
     """A game whose players are the clients with accepted replies. The method aggregates the replies
@@ -143,48 +161,38 @@ class StageGame:
 
     With "idle", a client outside the coalition replies as if it had changed nothing, and its number
     of examples counts. With "absent", it does not reply. ``before``: the server's state before
-    aggregation.
+    aggregation. ``idle_replies``: the replies of idle clients, in the order of ``replies``; None
+    for the game "absent".
     """
 
     actor: StageActor
     before: State
     stage: Stage
     replies: Sequence[Reply]
-    payloads: Mapping[int, Payload]
     world: World
-    game: Game = "idle"
+    idle_replies: Sequence[Reply] | None = None
+
+    @property
+    def game(self) -> Game:
+        """The behaviour of clients outside a coalition."""
+        if self.idle_replies is None:
+            return "absent"
+        return "idle"
 
     @property
     def players(self) -> tuple[int, ...]:
         """The clients, in the order of their replies."""
         return tuple(r.client for r in self.replies)
 
-    @cached_property
-    def _idle(self) -> list[Reply] | None:
-        if not isinstance(self.actor, Method):
-            return None
-        idle = []
-        for reply in self.replies:
-            content = self.actor.idle_reply(reply, self.payloads[reply.client])
-            if content is None:
-                return None
-            idle.append(replace(reply, content=content))
-        return idle
-
-    def can_idle(self) -> bool:
-        """Whether the method defines the reply of a client that changes nothing."""
-        return self._idle is not None
-
     def state(self, coalition: Sequence[int]) -> State:
         """The state after aggregation if only the players at these positions had acted."""
         acting = set(coalition)
-        if self.game == "absent":
+        if self.idle_replies is None:
             replies = [reply for i, reply in enumerate(self.replies) if i in acting]
             if not replies:
                 return self.before
             return self._aggregated(replies)
-        assert self._idle is not None
-        replies = list(self._idle)
+        replies = list(self.idle_replies)
         for i in acting:
             replies[i] = self.replies[i]
         return self._aggregated(replies)
@@ -206,7 +214,7 @@ class StageGame:
         """The change of the parameters by each player alone; None if their sum is not the whole
         change, or if aggregation changes the network.
         """
-        if self.game != "idle" or not self.can_idle():
+        if self.game != "idle":
             return None
         start = floats(self.state(()).params)
         players = range(len(self.replies))
@@ -399,7 +407,7 @@ class Contributions(Measure):
         names = [name for name in self.gives if name in report]
         if names not in ([], list(self.gives)):
             return f"it has {', '.join(names)} without the other counts"
-        problem = are_counts(report, self.gives, classes)
+        problem = wrong_counts(report, self.gives, classes)
         if problem:
             return problem
         for name in names:
@@ -432,40 +440,37 @@ class Contributions(Measure):
 
         numbers["parts"] = {result.stage.name: _listed(final - initial)}
         if result.local_models and is_plain(aggregated, result.after):
-            local = [
-                _by_class(context, client, params, data)
-                for client, params in result.local_models.items()
-            ]
-            parts = by_local_training_and_averaging(
-                initial, torch.stack(local), final, _weights(result)
-            )
-            numbers["parts"] = {
-                "local training": _listed(parts.training),
-                "averaging": _listed(parts.averaging),
-            }
-        present = set(data.labels.tolist())
-        classes = [c for c in self.classes if c in present]
-        if not classes:
-            classes = moved_classes(initial.tolist(), final.tolist(), LEAST_CHANGE, MOST_CLASSES)
+            numbers["parts"] = _training_and_averaging(result, context, data, initial, final)
+        classes = self._divided_classes(data, initial, final)
         return {
             **numbers,
             **_shares_of_data(result, context),
             **self._contributions(result, context, data, classes),
         }
 
+    def _divided_classes(self, data: Examples, initial: Tensor, final: Tensor) -> list[int]:
+        """The classes whose changes are divided: those of the settings that have test examples or,
+        without any, those with large changes.
+        """
+        present = set(data.labels.tolist())
+        classes = [c for c in self.classes if c in present]
+        if classes:
+            return classes
+        return moved_classes(initial.tolist(), final.tolist(), LEAST_CHANGE, MOST_CLASSES)
+
     def _contributions(
         self, result: StageResult, context: EvaluationContext, data: Examples, classes: list[int]
     ) -> dict[str, Any]:
         """The journal's fields about the clients' contributions to the changes of some classes."""
+        actor = context.schedule.actor(result.stage)
         game = StageGame(
-            actor=context.schedule.actor(result.stage),
+            actor=actor,
             before=result.before,
             stage=result.stage,
             replies=result.accepted,
-            payloads=result.payloads,
             world=context.world,
+            idle_replies=self._idle_replies(actor, result),
         )
-        game = replace(game, game=self._chosen_game(game))
         if not classes:
             return {"game": game.game, "classes": []}
 
@@ -484,12 +489,16 @@ class Contributions(Measure):
             "nobody": rounded_lists(without_clients - start, DIGITS),
         }
 
-    def _chosen_game(self, game: StageGame) -> Game:
-        if self.game is not None:
-            return self.game
-        if game.can_idle():
-            return "idle"
-        return "absent"
+    def _idle_replies(self, actor: StageActor, result: StageResult) -> list[Reply] | None:
+        """The replies of idle clients; None for the game "absent"."""
+        if self.game == "absent":
+            return None
+        idle = idle_replies(actor, result.accepted, result.payloads)
+        if idle is None and self.game == "idle":
+            raise ConfigError(
+                "game = 'idle' needs a method that defines the reply of an idle client; remove game"
+            )
+        return idle
 
     def _contribution_table(
         self,
@@ -548,10 +557,25 @@ def _by_class(context: EvaluationContext, client: int, params: Tensors, data: Ex
     return accuracies_of(context.predictor(params, client), data, context)
 
 
+def _training_and_averaging(
+    result: StageResult, context: EvaluationContext, data: Examples, initial: Tensor, final: Tensor
+) -> dict[str, list[float | None]]:
+    """The change of each class accuracy by local training and by averaging.
+
+    initial, final: class accuracies (C,) of the global model before and after the stage.
+    """
+    local = [
+        _by_class(context, client, params, data) for client, params in result.local_models.items()
+    ]
+    parts = by_local_training_and_averaging(initial, torch.stack(local), final, _weights(result))
+    return {"local training": _listed(parts.training), "averaging": _listed(parts.averaging)}
+
+
 def _weights(result: StageResult) -> Tensor:
     """The shares (m,) of examples of the clients with local models."""
+    local_models = result.local_models
     sizes = torch.tensor(
-        [float(r.examples) for r in result.accepted if r.client in result.local_models],
+        [float(reply.examples) for reply in result.accepted if reply.client in local_models],
         dtype=torch.float64,
     )
     if not sizes.sum() > 0:

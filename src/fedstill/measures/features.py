@@ -19,10 +19,10 @@ from fedstill.core.records import Examples
 from fedstill.core.registry import register
 from fedstill.core.trees import on_cpu
 from fedstill.measures.base import (
+    CompleteModelPasses,
     EvaluationContext,
     Measure,
     Numbers,
-    WholePasses,
     comparable,
     named_models,
     none_for_nan,
@@ -31,7 +31,7 @@ from fedstill.measures.base import (
 from fedstill.methods.fit import queries_of
 from fedstill.models import contract
 
-SPHERES = 3
+SPHERE_MODELS = 3
 """The maximum number of local models whose directions are measured."""
 
 BINS = 72
@@ -58,14 +58,14 @@ class Sphere(Measure):
         labels = context.test.labels.cpu()
         passes = context.passes()
         counts = {}
-        for name, params in named_models(result, context, SPHERES):
+        for name, params in named_models(result, context, SPHERE_MODELS):
             features = passes.features(params, context.test).cpu()
             counts[name] = directions(features, labels, context.world.classes)
         return {"models": list(counts), "counts": [v.tolist() for v in counts.values()]}
 
     def examples(self, test: int, clients: int, client_examples: int) -> int:
         """A pass of each model over the test set."""
-        return test * (min(clients, SPHERES) + 2)
+        return test * (min(clients, SPHERE_MODELS) + 2)
 
 
 def directions(features: Tensor, labels: Tensor, classes: int, bins: int = BINS) -> Tensor:
@@ -81,7 +81,7 @@ def directions(features: Tensor, labels: Tensor, classes: int, bins: int = BINS)
     return torch.bincount(labels * bins + bin_, minlength=classes * bins).reshape(classes, bins)
 
 
-IMAGES = 200
+FIGURE_EXAMPLES = 200
 """The maximum number of test examples in a figure."""
 MODELS = 10
 """The maximum number of local models in a figure."""
@@ -112,12 +112,12 @@ class JointTSNE(Measure):
         if not comparable(result, context):
             return None
         stage = result.stage
-        images = context.some(IMAGES)
+        images = context.some(FIGURE_EXAMPLES)
         passes = context.passes()
         models = dict(named_models(result, context, MODELS))
         by_model = {name: passes.features(p, images).cpu() for name, p in models.items()}
         features = torch.cat(list(by_model.values()))
-        places = embedded(features, int(context.draw("tsne").initial_seed() % 2**32))
+        places = tsne_embedding(features, int(context.draw("tsne").initial_seed() % 2**32))
         x, y = places.reshape(len(models), len(images), 2).unbind(2)
         return {
             "models": list(models),
@@ -129,10 +129,10 @@ class JointTSNE(Measure):
 
     def examples(self, test: int, clients: int, client_examples: int) -> int:
         """A pass of each model over 200 examples. The embedding itself takes longer."""
-        return min(test, IMAGES) * (min(clients, MODELS) + 2)
+        return min(test, FIGURE_EXAMPLES) * (min(clients, MODELS) + 2)
 
 
-def embedded(features: torch.Tensor, seed: int) -> torch.Tensor:
+def tsne_embedding(features: torch.Tensor, seed: int) -> torch.Tensor:
     """The t-SNE embedding (n, 2) of features (n, D); deterministic for a seed."""
     from sklearn.manifold import TSNE
 
@@ -192,7 +192,7 @@ class Boundaries(Measure):
         if len(images) < 2:
             return None
 
-        features = WholePasses(spec, context.inputs).features(params, images).cpu()
+        features = CompleteModelPasses(spec, context.inputs).features(params, images).cpu()
         plane = principal_plane(features)
         network = contract.module(spec, "frozen").eval()
         with torch.no_grad():
@@ -212,16 +212,16 @@ class Boundaries(Measure):
 
     def examples(self, test: int, clients: int, client_examples: int) -> int:
         """A pass over the test set for one client, and one over at most 200 examples."""
-        return test + min(test, IMAGES)
+        return test + min(test, FIGURE_EXAMPLES)
 
 
 def _images_of_classes(test: Examples, classes: Sequence[int]) -> Examples:
     """At most 200 test examples of some classes, at equal distances."""
     chosen = torch.isin(test.labels.cpu(), torch.tensor(classes))
     images = test.take(chosen.nonzero().flatten().to(test.labels.device))
-    if len(images) <= IMAGES:
+    if len(images) <= FIGURE_EXAMPLES:
         return images
-    return images.take(torch.arange(IMAGES) * len(images) // IMAGES)
+    return images.take(torch.arange(FIGURE_EXAMPLES) * len(images) // FIGURE_EXAMPLES)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from fedstill.core.records import Examples, ModelSpec, Tensors
 from fedstill.core.registry import register
 from fedstill.engines.passes import shards
 from fedstill.losses import cross_entropy
-from fedstill.measures.base import EvaluationContext, Measure, Numbers, whole
+from fedstill.measures.base import EvaluationContext, Measure, Numbers, checked_complete
 from fedstill.models import contract
 
 LossOfWeights = Callable[[Tensors], Tensor]
@@ -113,44 +114,67 @@ def curvature(
     grads = torch.autograd.grad(value, list(leaves.values()), create_graph=True, allow_unused=True)
 
     def product(vector: Sequence[Tensor]) -> list[Tensor]:
-        linked = [
-            (g, v) for g, v in zip(grads, vector, strict=True) if g is not None and g.requires_grad
-        ]
-        if not linked:
-            return [torch.zeros_like(v) for v in vector]
-        outs, weights = zip(*linked, strict=True)
-        products = torch.autograd.grad(
-            outs, list(leaves.values()), weights, retain_graph=True, materialize_grads=True
-        )
-        return list(products)
+        return _hessian_product(grads, list(leaves.values()), vector)
 
-    pairs: list[tuple[float, list[Tensor]]] = []
+    pairs: list[_Eigenpair] = []
     for _ in range(top):
         start = [
             torch.randn(v.shape, generator=draw, dtype=v.dtype).to(v.device)
             for v in leaves.values()
         ]
-        vector = _unit(start, pairs)
-        eigenvalue = 0.0
-        for _ in range(most):
-            image = product(vector)
-            previous = eigenvalue
-            eigenvalue = _dot(image, vector)
-            vector = _unit(image, pairs) or vector
-            if abs(eigenvalue - previous) <= 1e-3 * abs(eigenvalue):
-                break
-        pairs.append((eigenvalue, vector))
-    return [(value, dict(zip(names, vector, strict=True))) for value, vector in pairs]
+        pairs.append(_dominant_eigenpair(product, start, pairs, most))
+    return [(pair.value, dict(zip(names, pair.vector, strict=True))) for pair in pairs]
 
 
-def _unit(
-    vector: Sequence[Tensor], pairs: Sequence[tuple[float, Sequence[Tensor]]]
+@dataclass(frozen=True, eq=False)
+class _Eigenpair:
+    """An eigenvalue of the Hessian and its unit eigenvector."""
+
+    value: float
+    vector: list[Tensor]
+
+
+def _hessian_product(
+    grads: Sequence[Tensor | None], leaves: Sequence[Tensor], vector: Sequence[Tensor]
 ) -> list[Tensor]:
+    """The product of the Hessian and a vector, from the gradients with respect to the leaves."""
+    linked = [
+        (g, v) for g, v in zip(grads, vector, strict=True) if g is not None and g.requires_grad
+    ]
+    if not linked:
+        return [torch.zeros_like(v) for v in vector]
+    outs, weights = zip(*linked, strict=True)
+    products = torch.autograd.grad(outs, leaves, weights, retain_graph=True, materialize_grads=True)
+    return list(products)
+
+
+def _dominant_eigenpair(
+    product: Callable[[Sequence[Tensor]], list[Tensor]],
+    start: Sequence[Tensor],
+    pairs: Sequence[_Eigenpair],
+    most: int,
+) -> _Eigenpair:
+    """The eigenvalue with the largest absolute value besides those of known pairs, by at most
+    ``most`` steps of power iteration.
+    """
+    vector = _unit(start, pairs)
+    eigenvalue = 0.0
+    for _ in range(most):
+        image = product(vector)
+        previous = eigenvalue
+        eigenvalue = _dot(image, vector)
+        vector = _unit(image, pairs) or vector
+        if abs(eigenvalue - previous) <= 1e-3 * abs(eigenvalue):
+            break
+    return _Eigenpair(eigenvalue, vector)
+
+
+def _unit(vector: Sequence[Tensor], pairs: Sequence[_Eigenpair]) -> list[Tensor]:
     """The component of a vector orthogonal to known eigenvectors, normalised; empty if it is 0."""
     remainder = [v.detach().clone() for v in vector]
-    for _, eigenvector in pairs:
-        along = _dot(remainder, eigenvector)
-        remainder = [v - along * e for v, e in zip(remainder, eigenvector, strict=True)]
+    for pair in pairs:
+        along = _dot(remainder, pair.vector)
+        remainder = [v - along * e for v, e in zip(remainder, pair.vector, strict=True)]
     norm = _dot(remainder, remainder) ** 0.5
     if norm <= 1e-12:
         return []
@@ -208,7 +232,7 @@ class Landscape(Measure):
         }
         images = context.some(IMAGES)
         around = {
-            name: _around(context, spec, images, whole(spec, params))
+            name: _around(context, spec, images, checked_complete(spec, params))
             for name, (spec, params) in models.items()
         }
         return {"axis": list(AXIS), "scales": list(SCALES), "models": around}

@@ -8,7 +8,7 @@ gradients and updates, ``alignment`` of units, and the classes of ``units``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -28,12 +28,12 @@ from fedstill.measures.base import (
     Measure,
     Numbers,
     RoundReports,
-    are_counts,
     comparable,
     is_global,
     layers,
     named_models,
     none_for_nan,
+    wrong_counts,
 )
 from fedstill.metrics.accuracy import class_accuracy, wrong_table
 from fedstill.metrics.local_models import (
@@ -43,7 +43,7 @@ from fedstill.metrics.local_models import (
     gradient_diversity,
     local_accuracies,
     over_clients,
-    personal_accuracies,
+    personal_accuracy,
     preferred_classes,
     private_public,
     weight_divergence,
@@ -79,7 +79,7 @@ class Local(Measure):
         """
         if "correct_by_class" in report and "label_counts" not in report:
             return "correct_by_class comes without label_counts"
-        return are_counts(report, self.gives, classes)
+        return wrong_counts(report, self.gives, classes)
 
     def of_round(self, reports: RoundReports) -> Numbers:
         """Means and standard deviations over clients, and the global models' accuracy on the mean
@@ -138,7 +138,7 @@ class Personal(Measure):
         names = [name for name in self.gives if name in report]
         if names not in ([], ["label_counts"], list(self.gives)):
             return f"it has {', '.join(names)} without the other counts"
-        problem = are_counts(report, self.gives, classes)
+        problem = wrong_counts(report, self.gives, classes)
         if problem:
             return problem
         correct = report.get("trained_right", [])
@@ -150,13 +150,9 @@ class Personal(Measure):
     def of_round(self, reports: RoundReports) -> Numbers:
         """Mean and standard deviation over clients of both accuracies."""
         events = [e for e in reports.clients if "trained_right" in e and sum(e["trained_counts"])]
-        tested = {
-            i: class_accuracy(e["tested_right"], reports.test_counts) for i, e in enumerate(events)
-        }
-        personal = personal_accuracies(tested, [e["label_counts"] for e in events])
         trained = [sum(e["trained_right"]) / sum(e["trained_counts"]) for e in events]
         sizes = [float(sum(e["trained_counts"])) for e in events]
-        personalised = [personal.get(i, float("nan")) for i in tested]
+        personalised = [_personalised_accuracy(e, reports.test_counts) for e in events]
         numbers: dict[str, float] = {}
         for name, by_client in (("local_train", trained), ("personalised", personalised)):
             if by_client:
@@ -167,6 +163,14 @@ class Personal(Measure):
     def examples(self, test: int, clients: int, client_examples: int) -> int:
         """A pass over the test set and the training data of each client."""
         return test * clients + client_examples
+
+
+def _personalised_accuracy(event: Mapping[str, Any], test_counts: Sequence[int]) -> float:
+    """The accuracy of a client's model on test examples with the client's label distribution; NaN
+    if none of its classes was tested.
+    """
+    tested = class_accuracy(event["tested_right"], test_counts)
+    return personal_accuracy(tested, event["label_counts"])
 
 
 @register("measure", "private_public")
@@ -253,13 +257,13 @@ class Epochs(Measure):
         ``correct_by_epoch`` requires ``label_counts``.
         """
         if "correct_by_epoch" not in report:
-            return are_counts(report, ("label_counts",), classes)
+            return wrong_counts(report, ("label_counts",), classes)
         rows = report["correct_by_epoch"]
         if not isinstance(rows, list) or not rows:
             return "correct_by_epoch is not a list with the counts of each epoch"
         by_epoch_number = {f"correct_by_epoch[{i}]": row for i, row in enumerate(rows)}
         fields = ("label_counts", *by_epoch_number)
-        problem = are_counts({**report, **by_epoch_number}, fields, classes)
+        problem = wrong_counts({**report, **by_epoch_number}, fields, classes)
         if problem:
             return problem
         if "label_counts" not in report:

@@ -30,11 +30,11 @@ def share_of(count: float, total: int) -> float | None:
     return count / total
 
 
-def values(numbers: TensorLike, dims: int, name: str) -> Values:
+def float_array(numbers: TensorLike, dims: int, name: str) -> Values:
     """Numbers as a float64 array with ``dims`` axes, ``None`` as NaN. For another number of axes,
     raises ConfigError, whose message contains ``name``.
 
-    >>> values([0.5, None], 1, "accuracies")
+    >>> float_array([0.5, None], 1, "accuracies")
     array([0.5, nan])
     """
     if hasattr(numbers, "detach"):
@@ -46,7 +46,7 @@ def values(numbers: TensorLike, dims: int, name: str) -> Values:
     return array
 
 
-def same_classes(*arrays: Values) -> None:
+def check_same_classes(*arrays: Values) -> None:
     """Raise ConfigError unless all arrays have the same number of classes (their last axis)."""
     if len({a.shape[-1] for a in arrays}) > 1:
         raise ConfigError(
@@ -54,11 +54,11 @@ def same_classes(*arrays: Values) -> None:
         )
 
 
-def mean_over_classes(numbers: Values, weights: Values) -> float:
+def weighted_mean(numbers: Values, weights: Values) -> float:
     """The mean of numbers (C,) with weights (C,) >= 0; NaN numbers are ignored. NaN if the sum of
     the weights is 0.
 
-    >>> mean_over_classes(np.array([1.0, np.nan, 0.0]), np.array([1.0, 5.0, 3.0]))
+    >>> weighted_mean(np.array([1.0, np.nan, 0.0]), np.array([1.0, 5.0, 3.0]))
     0.25
     """
     measured = ~np.isnan(numbers)
@@ -77,9 +77,9 @@ def top1(correct: TensorLike, total: TensorLike) -> float:
     >>> top1([3, 0], [4, 1])
     0.6
     """
-    correct_counts = values(correct, 1, "correct counts")
-    total_counts = values(total, 1, "total counts")
-    same_classes(correct_counts, total_counts)
+    correct_counts = float_array(correct, 1, "correct counts")
+    total_counts = float_array(total, 1, "total counts")
+    check_same_classes(correct_counts, total_counts)
     examples = total_counts.sum()
     if not examples > 0:
         return float("nan")
@@ -92,9 +92,9 @@ def class_accuracy(correct: TensorLike, total: TensorLike) -> Values:
     >>> class_accuracy([3, 0], [4, 0])
     array([0.75,  nan])
     """
-    correct_counts = values(correct, 1, "correct counts")
-    total_counts = values(total, 1, "total counts")
-    same_classes(correct_counts, total_counts)
+    correct_counts = float_array(correct, 1, "correct counts")
+    total_counts = float_array(total, 1, "total counts")
+    check_same_classes(correct_counts, total_counts)
     undefined = np.full_like(correct_counts, np.nan)
     return np.divide(correct_counts, total_counts, out=undefined, where=total_counts > 0)
 
@@ -115,7 +115,7 @@ def in_local_accuracy(
     weights = shares
     if unweighted:
         weights = (shares > 0).astype(np.float64)
-    return mean_over_classes(accuracy, weights)
+    return weighted_mean(accuracy, weights)
 
 
 def out_local_accuracy(
@@ -136,7 +136,7 @@ def out_local_accuracy(
     weights = 1 - shares
     if unweighted:
         weights = (shares <= 0).astype(np.float64)
-    return mean_over_classes(accuracy, weights)
+    return weighted_mean(accuracy, weights)
 
 
 def average_accuracy(
@@ -156,8 +156,8 @@ def average_accuracy(
     0.5
     """
     accuracy, shares = _accuracy_and_shares(class_accuracy, proportions)
-    is_queried = _is_queried(query, len(accuracy))
-    return mean_over_classes(accuracy, np.where(is_queried, 1.0, shares))
+    is_queried = query_mask(query, len(accuracy))
+    return weighted_mean(accuracy, np.where(is_queried, 1.0, shares))
 
 
 def uniform_accuracy(
@@ -174,8 +174,8 @@ def uniform_accuracy(
     0.5
     """
     accuracy, shares = _accuracy_and_shares(class_accuracy, proportions)
-    counts = _is_queried(query, len(accuracy)) | (shares > 0)
-    return mean_over_classes(accuracy, counts.astype(np.float64))
+    counts = query_mask(query, len(accuracy)) | (shares > 0)
+    return weighted_mean(accuracy, counts.astype(np.float64))
 
 
 def best_and_recent(accuracies: Sequence[float | None]) -> dict[str, float | None]:
@@ -199,13 +199,14 @@ def best_and_recent(accuracies: Sequence[float | None]) -> dict[str, float | Non
 def _accuracy_and_shares(
     class_accuracy: TensorLike, proportions: TensorLike
 ) -> tuple[Values, Values]:
-    accuracy = values(class_accuracy, 1, "class accuracies")
-    shares = values(proportions, 1, "label shares")
-    same_classes(accuracy, shares)
+    accuracy = float_array(class_accuracy, 1, "class accuracies")
+    shares = float_array(proportions, 1, "label shares")
+    check_same_classes(accuracy, shares)
     return accuracy, shares
 
 
-def _is_queried(query: Iterable[int], classes: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def query_mask(query: Iterable[int], classes: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Whether each class (C,) is queried. Raises ConfigError for a class id outside [0, C)."""
     ids = [int(c) for c in query]
     for c in ids:
         if not 0 <= c < classes:
@@ -248,7 +249,7 @@ def forgetting_by_class(class_accuracy: TensorLike) -> Values:
     >>> forgetting_by_class([[0.75, 0.25], [0.25, 0.5]])
     array([ 0.5 , -0.25])
     """
-    accuracy = values(class_accuracy, 2, "class accuracies of all rounds")
+    accuracy = float_array(class_accuracy, 2, "class accuracies of all rounds")
     earlier = accuracy
     if len(accuracy) > 1:
         earlier = accuracy[:-1]
@@ -266,11 +267,13 @@ def running_forgetting(class_accuracy: TensorLike) -> list[float]:
     >>> running_forgetting([[0.5], [0.25], [0.75]])
     [0.0, 0.25, -0.25]
     """
-    accuracy = values(class_accuracy, 2, "class accuracies of all rounds")
+    accuracy = float_array(class_accuracy, 2, "class accuracies of all rounds")
+    if len(accuracy) == 0:
+        return []
     best = np.fmax.accumulate(accuracy, axis=0)  # fmax ignores NaN
     drops = best[:-1] - accuracy[1:]
     weights = np.ones(accuracy.shape[1])
-    return [0.0] * min(len(accuracy), 1) + [mean_over_classes(drop, weights) for drop in drops]
+    return [0.0, *(weighted_mean(drop, weights) for drop in drops)]
 
 
 # Prediction consistency: the similarity of the class accuracies of consecutive models.
@@ -288,9 +291,9 @@ def consistency(previous: TensorLike, current: TensorLike) -> float:
     >>> consistency([0.6, 0.0], [0.3, 0.0])
     1.0
     """
-    old = values(previous, 1, "accuracies before")
-    new = values(current, 1, "accuracies after")
-    same_classes(old, new)
+    old = float_array(previous, 1, "accuracies before")
+    new = float_array(current, 1, "accuracies after")
+    check_same_classes(old, new)
     measured = ~(np.isnan(old) | np.isnan(new))
     old = old[measured]
     new = new[measured]
@@ -308,10 +311,10 @@ def running_consistency(class_accuracy: TensorLike) -> list[float]:
     >>> running_consistency([[1.0, 0.0], [0.0, 1.0], [0.0, 0.5]])
     [nan, 0.0, 1.0]
     """
-    accuracy = values(class_accuracy, 2, "class accuracies of all rounds")
-    return [float("nan")] * min(len(accuracy), 1) + [
-        consistency(a, b) for a, b in pairwise(accuracy)
-    ]
+    accuracy = float_array(class_accuracy, 2, "class accuracies of all rounds")
+    if len(accuracy) == 0:
+        return []
+    return [float("nan"), *(consistency(old, new) for old, new in pairwise(accuracy))]
 
 
 def wrong_table(label: str, table: Any, classes: int) -> str:

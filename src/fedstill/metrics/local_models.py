@@ -5,7 +5,7 @@ queried classes, and their distances from the global model and from each other.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,17 +13,19 @@ from torch import Tensor
 
 from fedstill.core.errors import ConfigError
 from fedstill.core.label_counts import TensorLike
-from fedstill.core.records import Tensors
+from fedstill.core.records import SERVER, Tensors
 from fedstill.metrics.accuracy import (
+    Values,
     average_accuracy,
+    check_same_classes,
     class_accuracy,
+    float_array,
     forgetting,
     in_local_accuracy,
-    mean_over_classes,
     out_local_accuracy,
-    same_classes,
+    query_mask,
     uniform_accuracy,
-    values,
+    weighted_mean,
 )
 
 # The accuracy of local models on their client's classes and on other classes: knowledge outside of
@@ -54,20 +56,38 @@ def local_accuracies(
     if not measured:
         return {}
     counts = np.asarray([e["label_counts"] for e in measured], dtype=np.float64)
-    sizes = counts.sum(1)
-    shares = counts / counts.sum(1, keepdims=True)
     local = [class_accuracy(e["correct_by_class"], totals) for e in measured]
-    out: dict[str, float] = {}
-    for form, unweighted in (("", False), ("_seen", True)):
-        for side, accuracy in (("in", in_local_accuracy), ("out", out_local_accuracy)):
-            by_client = [accuracy(a, p, unweighted) for a, p in zip(local, shares, strict=True)]
-            for key, value in over_clients(by_client, sizes).items():
-                out[f"{side}_local_accuracy{form}{key}"] = value
-    mean_share = shares.mean(0)
+    out = {**_by_side(local, counts), **_by_side(local, counts, "_seen")}
+    mean_share = _label_shares(counts).mean(0)
     for model, accuracy_by_class in (("received", received), ("global", aggregated)):
         out[f"{model}_in_local_accuracy"] = in_local_accuracy(accuracy_by_class, mean_share)
         out[f"{model}_out_local_accuracy"] = out_local_accuracy(accuracy_by_class, mean_share)
     return out
+
+
+def _by_side(
+    local: Sequence[TensorLike], counts: Values, form: Literal["", "_seen"] = ""
+) -> dict[str, float]:
+    """In- and out-local accuracy over clients.
+
+    local: class accuracies (C,) of each client's model; counts: label counts (clients, C). form:
+    "_seen" for unweighted means over classes.
+    """
+    unweighted = form == "_seen"
+    sizes = counts.sum(1)
+    shares = _label_shares(counts)
+    out: dict[str, float] = {}
+    for side, accuracy in (("in", in_local_accuracy), ("out", out_local_accuracy)):
+        by_client = [accuracy(a, p, unweighted) for a, p in zip(local, shares, strict=True)]
+        for key, value in over_clients(by_client, sizes).items():
+            out[f"{side}_local_accuracy{form}{key}"] = value
+    return out
+
+
+def _label_shares(counts: Values) -> Values:
+    """The label distribution of each client, from label counts (clients, C)."""
+    shares: Values = counts / counts.sum(1, keepdims=True)
+    return shares
 
 
 def by_epoch(
@@ -96,12 +116,8 @@ def _epochs(events: Sequence[Mapping[str, Any]], totals: Sequence[int]) -> dict[
         measured = [e for e in events if epoch < len(e["correct_by_epoch"])]
         local = [class_accuracy(e["correct_by_epoch"][epoch], totals) for e in measured]
         counts = np.asarray([e["label_counts"] for e in measured], dtype=np.float64)
-        sizes = counts.sum(1)
-        shares = counts / counts.sum(1, keepdims=True)
-        for side, accuracy in (("in", in_local_accuracy), ("out", out_local_accuracy)):
-            by_client = [accuracy(a, p) for a, p in zip(local, shares, strict=True)]
-            for key, value in over_clients(by_client, sizes).items():
-                out.setdefault(f"{side}_local_accuracy{key}", []).append(value)
+        for name, value in _by_side(local, counts).items():
+            out.setdefault(name, []).append(value)
     return out
 
 
@@ -115,20 +131,17 @@ def over_clients(by_client: Sequence[float], sizes: TensorLike) -> dict[str, flo
     >>> over_clients([0.0, 1.0], [1, 3])["_weighted"]
     0.75
     """
-    numbers = values(by_client, 1, "numbers of clients")
-    weights = values(sizes, 1, "sizes of clients")
+    numbers = float_array(by_client, 1, "numbers of clients")
+    weights = float_array(sizes, 1, "sizes of clients")
     out: dict[str, float] = {}
     for key, weight in (("", np.ones_like(weights)), ("_weighted", weights)):
-        mean = mean_over_classes(numbers, weight)
-        out |= {key: mean, f"{key}_std": mean_over_classes((numbers - mean) ** 2, weight) ** 0.5}
+        mean = weighted_mean(numbers, weight)
+        out |= {key: mean, f"{key}_std": weighted_mean((numbers - mean) ** 2, weight) ** 0.5}
     return out
 
 
 # Accuracy of each client's own model on its held-out data and on the public images: the measure
 # ``private_public``.
-
-
-SERVER_ID = -1
 
 
 def private_public(clients: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -150,7 +163,7 @@ def private_public(clients: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for event in clients:
             counts = _counts(event, kind)
             total = sum(counts.get("counts", ()))
-            if not total or event["client"] == SERVER_ID:
+            if not total or event["client"] == SERVER:
                 continue
             client = str(event["client"])
             final[client] = sum(counts["after"]) / total
@@ -162,7 +175,7 @@ def private_public(clients: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if initial:
             out[f"{kind}_before_by_client"] = initial
 
-    at_server = [_counts(e, "public") for e in clients if e["client"] == SERVER_ID]
+    at_server = [_counts(e, "public") for e in clients if e["client"] == SERVER]
     labelled = [counts for counts in at_server if sum(counts.get("counts", ()))]
     if labelled:
         counts = labelled[-1]
@@ -181,6 +194,21 @@ def _counts(event: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 # Accuracy of personal models, for methods that end with a model for each client.
 
 
+def personal_accuracy(class_accuracy: TensorLike, label_counts: Sequence[int]) -> float:
+    """The accuracy of a client's model on test examples with the client's label distribution.
+
+    class_accuracy, label_counts: (C,). NaN for a client without data, or if none of its classes has
+    test examples.
+
+    >>> personal_accuracy([1.0, 0.5], [3, 1])
+    0.875
+    """
+    counts = np.asarray(label_counts, dtype=np.float64)
+    if not counts.sum():
+        return float("nan")
+    return in_local_accuracy(class_accuracy, counts / counts.sum())
+
+
 def personal_accuracies(
     class_accuracy: Mapping[int, TensorLike], label_counts: Sequence[Sequence[int]]
 ) -> dict[int, float]:
@@ -194,10 +222,7 @@ def personal_accuracies(
     """
     out: dict[int, float] = {}
     for client, accuracy in class_accuracy.items():
-        counts = np.asarray(label_counts[client], dtype=np.float64)
-        if not counts.sum():
-            continue
-        personal = in_local_accuracy(accuracy, counts / counts.sum())
+        personal = personal_accuracy(accuracy, label_counts[client])
         if not np.isnan(personal):
             out[client] = personal
     return out
@@ -224,14 +249,7 @@ def personal_answers(
     by_client = personal_accuracies(class_accuracy, label_counts)
     if not by_client:
         return {}
-    table = np.stack([values(class_accuracy[c], 1, "class accuracies") for c in by_client])
-    means: list[float | None] = []
-    for column in table.T:
-        mean = None
-        if not np.isnan(column).all():
-            mean = float(np.nanmean(column))
-        means.append(mean)
-
+    table = np.stack([float_array(class_accuracy[c], 1, "class accuracies") for c in by_client])
     lost = [_lost(class_accuracy[c], best[c], label_counts[c]) for c in by_client if c in best]
     mean_lost = 0.0
     if lost:
@@ -241,17 +259,28 @@ def personal_answers(
         "personal_accuracy": float(np.mean(numbers)),
         "personal_accuracy_std": float(np.std(numbers)),
         "personal_by_client": {str(client): value for client, value in sorted(by_client.items())},
-        "personal_class_accuracy": means,
+        "personal_class_accuracy": _class_means(table),
         "personal_clients": len(by_client),
         "personal_forgetting": mean_lost,
     }
 
 
+def _class_means(table: Values) -> list[float | None]:
+    """The mean of each column of class accuracies (clients, C); None for a column without any."""
+    means: list[float | None] = []
+    for column in table.T:
+        mean = None
+        if not np.isnan(column).all():
+            mean = float(np.nanmean(column))
+        means.append(mean)
+    return means
+
+
 def _lost(current: TensorLike, best: TensorLike, counts: Sequence[int]) -> float:
     """The mean forgetting of a client's classes."""
     classes = [c for c, count in enumerate(counts) if count > 0]
-    best_accuracy = values(best, 1, "class accuracies").take(classes)
-    accuracy = values(current, 1, "class accuracies").take(classes)
+    best_accuracy = float_array(best, 1, "class accuracies").take(classes)
+    accuracy = float_array(current, 1, "class accuracies").take(classes)
     return forgetting(np.stack([best_accuracy, accuracy]))
 
 
@@ -270,15 +299,11 @@ def query_accuracy_gain(local: TensorLike, final: TensorLike, query: Iterable[in
     >>> query_accuracy_gain([0.0, 0.9], [0.5, 0.8], query=[0])
     0.5
     """
-    old = values(local, 1, "accuracies before")
-    new = values(final, 1, "accuracies after")
-    same_classes(old, new)
-    weights = np.zeros_like(old)
-    for c in query:
-        if not 0 <= c < len(old):
-            raise ConfigError(f"query class {c} is outside [0, {len(old)})")
-        weights[c] = 1.0
-    return mean_over_classes(new - old, weights)
+    old = float_array(local, 1, "accuracies before")
+    new = float_array(final, 1, "accuracies after")
+    check_same_classes(old, new)
+    is_queried = query_mask(query, len(old))
+    return weighted_mean(new - old, is_queried.astype(np.float64))
 
 
 def query_forgetting(local: TensorLike, final: TensorLike, proportions: TensorLike) -> float:
@@ -295,11 +320,11 @@ def query_forgetting(local: TensorLike, final: TensorLike, proportions: TensorLi
     >>> query_forgetting([0.75, 0.5, 0.0], [0.5, 1.0, 0.5], proportions=[0.5, 0.5, 0.0])
     -0.125
     """
-    old = values(local, 1, "accuracies before")
-    new = values(final, 1, "accuracies after")
-    shares = values(proportions, 1, "label shares")
-    same_classes(old, new, shares)
-    return mean_over_classes(np.minimum(0.0, new - old), (shares > 0).astype(np.float64))
+    old = float_array(local, 1, "accuracies before")
+    new = float_array(final, 1, "accuracies after")
+    shares = float_array(proportions, 1, "label shares")
+    check_same_classes(old, new, shares)
+    return weighted_mean(np.minimum(0.0, new - old), (shares > 0).astype(np.float64))
 
 
 # Gains and losses of querying clients, from the events of a journal.
@@ -353,8 +378,7 @@ def answers(
         event = personal_events.get(client)
         final = _measured_accuracy(event, totals)
         if final is None:
-            others = server.get("others", {})
-            final = others.get(f"client {client}", server)["class_accuracy"]
+            final = _server_accuracy(server, client)
         counts = label_counts[client]
         shares = np.asarray(counts, dtype=np.float64) / max(sum(counts), 1)
         local = _measured_accuracy(fit_events.get(client), totals)
@@ -423,6 +447,15 @@ def _measured_accuracy(event: EventFields | None, totals: Sequence[int]) -> Tens
     return class_accuracy(event["correct_by_class"], totals)
 
 
+def _server_accuracy(server: EventFields, client: int) -> TensorLike:
+    """The class accuracies (C,) of the server's model for a client or, without one, of its global
+    model.
+    """
+    models = server.get("others", {})
+    accuracy: TensorLike = models.get(f"client {client}", server)["class_accuracy"]
+    return accuracy
+
+
 def _or_none(value: float) -> float | None:
     if np.isnan(value):
         return None
@@ -472,9 +505,9 @@ def distribution_distance(class_accuracy: TensorLike, proportions: TensorLike) -
     >>> distribution_distance([0.5, 0.5], [1.0, 0.0])
     1.0
     """
-    accuracy = values(class_accuracy, 1, "class accuracies")
-    shares = values(proportions, 1, "label shares")
-    same_classes(accuracy, shares)
+    accuracy = float_array(class_accuracy, 1, "class accuracies")
+    shares = float_array(proportions, 1, "label shares")
+    check_same_classes(accuracy, shares)
     measured = ~np.isnan(accuracy)
     accuracy = accuracy[measured]
     shares = shares[measured]

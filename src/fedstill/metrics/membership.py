@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.label_counts import TensorLike
-from fedstill.metrics.accuracy import Values, values
+from fedstill.metrics.accuracy import Values, float_array
 
 RATES = (0.001, 0.01)
 """The false positive rates at which true positive rates are computed."""
@@ -72,8 +72,8 @@ def likelihood_ratios(target: TensorLike, out: TensorLike) -> Values:
     1 in the tail. With fewer than 64 models, all examples share one variance, as in the source; it
     then does not affect the order.
     """
-    phi = values(target, 1, "confidences")
-    out_phi = values(out, 2, "confidences of other models")
+    phi = float_array(target, 1, "confidences")
+    out_phi = float_array(out, 2, "confidences of other models")
     variance = out_phi.var(0, ddof=1)
     if len(variance) and len(out_phi) < MANY_OUT:
         variance = np.full_like(variance, variance.mean())
@@ -95,8 +95,8 @@ def auc_interval(members: TensorLike, nonmembers: TensorLike) -> tuple[float, fl
     """
     from scipy.special import ndtri
 
-    inside = values(members, 1, "scores")
-    outside = values(nonmembers, 1, "scores")
+    inside = float_array(members, 1, "scores")
+    outside = float_array(nonmembers, 1, "scores")
     m = len(inside)
     n = len(outside)
     ranks = _ranks(np.concatenate([inside, outside]))
@@ -129,8 +129,8 @@ def hits(members: TensorLike, nonmembers: TensorLike, rates: Sequence[float]) ->
     >>> hits([9.0, 5.0, 5.0, 1.0], [5.0, 2.0, 0.0, 0.0], [0.1, 0.25])
     [1, 3]
     """
-    inside = np.sort(values(members, 1, "scores"))
-    outside = np.sort(values(nonmembers, 1, "scores"))
+    inside = np.sort(float_array(members, 1, "scores"))
+    outside = np.sort(float_array(nonmembers, 1, "scores"))
     thresholds = np.unique(np.concatenate([inside, outside]))[::-1]
     true = np.concatenate([[0], len(inside) - np.searchsorted(inside, thresholds)])
     false = np.concatenate([[0], len(outside) - np.searchsorted(outside, thresholds)])
@@ -164,7 +164,7 @@ def attack(members: TensorLike, nonmembers: TensorLike) -> dict[str, Any]:
     rates at these false positive rates, with ``..._interval``; and ``roc``, the true positive rates
     at all false positive rates of ``GRID``. The intervals of rates assume a fixed threshold.
     """
-    inside = values(members, 1, "scores")
+    inside = float_array(members, 1, "scores")
     area, *ends = auc_interval(inside, nonmembers)
     out: dict[str, Any] = {"auc": _short(area), "auc_interval": [_short(v) for v in ends]}
     for rate, count in zip(RATES, hits(inside, nonmembers, RATES), strict=True):

@@ -74,9 +74,14 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
 
     error = float(differences.std(ddof=1) / np.sqrt(count))
     half_width = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error
-    p = float(mean == 0)
     if error:
         p = float(2 * stdtr(count - 1, -abs(mean) / error))
+    elif mean == 0:
+        # All differences are 0.
+        p = 1.0
+    else:
+        # All differences are the same number.
+        p = 0.0
     return Difference(mean, low=mean - half_width, high=mean + half_width, p=p, pairs=count)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstill.core.errors import ConfigError
-from fedstill.metrics.accuracy import Values, forgetting, same_classes, values
+from fedstill.metrics.accuracy import Values, check_same_classes, float_array, forgetting
 
 if TYPE_CHECKING:
     from fedstill.core.label_counts import TensorLike
@@ -131,9 +131,9 @@ def forward_transfer(matrix: TensorLike, initial: TensorLike, tasks: Tasks = Non
     22.5
     """
     columns = started_columns(matrix, tasks)
-    all_columns = values(matrix, 2, "an accuracy matrix")
-    untrained = values(initial, 1, "accuracies of the untrained model")
-    same_classes(all_columns, untrained)
+    all_columns = float_array(matrix, 2, "an accuracy matrix")
+    untrained = float_array(initial, 1, "accuracies of the untrained model")
+    check_same_classes(all_columns, untrained)
     untrained = untrained[column_tasks(all_columns, tasks) < len(all_columns)]
     later = np.flatnonzero(columns.tasks > 0)
     one_task_earlier = columns.accuracy[columns.tasks[later] - 1, later]
@@ -169,7 +169,7 @@ def kept_share(matrix: TensorLike, tasks: Tasks = None) -> float:
 
 def with_zeros(matrix: TensorLike) -> Values:
     """The matrix (T, K) with 0 instead of unknown accuracies, as many programs store it."""
-    return np.nan_to_num(values(matrix, 2, "an accuracy matrix"), nan=0.0)
+    return np.nan_to_num(float_array(matrix, 2, "an accuracy matrix"), nan=0.0)
 
 
 def round_forgetting(previous: TensorLike, current: TensorLike) -> float:
@@ -183,9 +183,9 @@ def round_forgetting(previous: TensorLike, current: TensorLike) -> float:
     >>> round_forgetting([0.75, 0.5], [0.5, 0.75])
     0.125
     """
-    start = values(previous, 1, "class accuracies before")
-    end = values(current, 1, "class accuracies after")
-    same_classes(start, end)
+    start = float_array(previous, 1, "class accuracies before")
+    end = float_array(current, 1, "class accuracies after")
+    check_same_classes(start, end)
     return _mean(_loss(start, end))
 
 
@@ -195,9 +195,9 @@ def local_forgetting(received: TensorLike, local: TensorLike) -> float:
     received: (C,) class accuracies of the global model; local: (clients, C) class accuracies of the
     clients' models after training.
     """
-    start = values(received, 1, "class accuracies before")
-    models = values(local, 2, "class accuracies of local models")
-    same_classes(start, models)
+    start = float_array(received, 1, "class accuracies before")
+    models = float_array(local, 2, "class accuracies of local models")
+    check_same_classes(start, models)
     return _mean(np.array([_mean(_loss(start, model)) for model in models]))
 
 
@@ -207,9 +207,9 @@ def aggregation_forgetting(local: TensorLike, aggregated: TensorLike, best: bool
     local: (clients, C); aggregated: (C,). With ``best``, the loss against the best client of each
     class instead of the mean over clients.
     """
-    models = values(local, 2, "class accuracies of local models")
-    end = values(aggregated, 1, "class accuracies after")
-    same_classes(models, end)
+    models = float_array(local, 2, "class accuracies of local models")
+    end = float_array(aggregated, 1, "class accuracies after")
+    check_same_classes(models, end)
     if best:
         return _mean(_loss(_best(models), end))
     return _mean(np.array([_mean(_loss(model, end)) for model in models]))
@@ -217,7 +217,7 @@ def aggregation_forgetting(local: TensorLike, aggregated: TensorLike, best: bool
 
 def by_task(matrix: TensorLike, tasks: TensorLike) -> Values:
     """A matrix by task (T, tasks) from a matrix by class: the means over each task's classes."""
-    accuracy = values(matrix, 2, "an accuracy matrix")
+    accuracy = float_array(matrix, 2, "an accuracy matrix")
     task_of = column_tasks(accuracy, tasks)
     groups = [accuracy[:, task_of == t] for t in range(int(task_of.max()) + 1)]
     return np.array([[_mean(group[row]) for group in groups] for row in range(len(accuracy))])
@@ -227,7 +227,7 @@ def column_tasks(accuracy: Values, tasks: Tasks) -> NDArray[np.int64]:
     """The task of each column (K,), counted from 0; raises ConfigError for invalid tasks."""
     if tasks is None:
         return np.arange(accuracy.shape[1])
-    numbers = values(tasks, 1, "the tasks of columns")
+    numbers = float_array(tasks, 1, "the tasks of columns")
     are_counted = all(t >= 0 and t == int(t) for t in numbers.tolist())
     if len(numbers) != accuracy.shape[1] or not are_counted:
         raise ConfigError(
@@ -262,7 +262,7 @@ def started_columns(matrix: TensorLike, tasks: Tasks) -> StartedColumns:
     """The columns whose task has started by the last row. Raises ConfigError for an empty
     matrix.
     """
-    accuracy = values(matrix, 2, "an accuracy matrix")
+    accuracy = float_array(matrix, 2, "an accuracy matrix")
     if not accuracy.size:
         raise ConfigError("an accuracy matrix needs at least one row and one column")
     task_of = column_tasks(accuracy, tasks)
@@ -339,7 +339,7 @@ def mfcl(matrix: TensorLike) -> float:
 
 def _square(matrix: TensorLike) -> Values:
     """The columns of the tasks so far, (T, T)."""
-    accuracy = values(matrix, 2, "an accuracy matrix")
+    accuracy = float_array(matrix, 2, "an accuracy matrix")
     return accuracy[:, : len(accuracy)]
 
 

@@ -20,7 +20,7 @@ from fedstill.core.keys import seed_for
 from fedstill.core.records import SERVER, Examples, Payload, Stage, Tensors
 from fedstill.core.registry import register
 from fedstill.core.trees import same_bits
-from fedstill.measures.base import EvaluationContext, Measure, Numbers, SaysLogits
+from fedstill.measures.base import EvaluationContext, Measure, Numbers, SendsLogits
 from fedstill.metrics.accuracy import Values
 from fedstill.metrics.membership import LEAST_OUT, attack, confidences, likelihood_ratios
 from fedstill.privacy.noise import GROUP, Privacy
@@ -116,7 +116,7 @@ def _uploaded_models(
         if "params" in reply.content:
             yield reply.client, reply.content.params
             continue
-        has_logits = GROUP in reply.content and isinstance(context.method, SaysLogits)
+        has_logits = GROUP in reply.content and isinstance(context.method, SendsLogits)
         if has_logits and context.remembered is not None:
             client_state = context.remembered(reply.client)
             yield reply.client, _model_of_logits(client_state, reply.client)
@@ -221,7 +221,7 @@ def _upload(
 ) -> _Upload:
     logits = context.passes().logits(params, examples, context.world.model(client)).cpu()
     raw = logits
-    if isinstance(context.method, SaysLogits):
+    if isinstance(context.method, SendsLogits):
         raw = context.method.sent_logits(logits)
     seed = seed_for(context.world.seed, stage.round, stage.index, client, "leakage noise")
     protected = _privacy_of(context).protect(Payload({GROUP: raw}), seed)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.metrics import tasks as task_metrics
-from fedstill.metrics.accuracy import Values, values
+from fedstill.metrics.accuracy import Values, float_array
 from fedstill.metrics.tasks import TABLE, Definition, by_task
 from fedstill.report.summary import NONE
 from fedstill.report.table_files import TextTable
@@ -400,10 +400,10 @@ def _matrix(run: Run) -> AccuracyMatrix:
 
 
 def _task_matrix(run: Run) -> AccuracyMatrix:
-    percent = 100 * values([end["row"] for end in _ends(run)], 2, "rows of task ends")
+    percent = 100 * float_array([end["row"] for end in _ends(run)], 2, "rows of task ends")
     initial = None
     if not run.task_ends[0]["task"]:
-        initial = 100 * values(run.task_ends[0]["row"], 1, "the untrained model's row")
+        initial = 100 * float_array(run.task_ends[0]["row"], 1, "the untrained model's row")
     columns = _task_names(percent.shape[1])
     return AccuracyMatrix(str(run.display_path), percent, columns, initial=initial)
 

@@ -17,7 +17,7 @@ from fedstill.core.errors import CorruptFile
 from fedstill.core.files import read_file
 from fedstill.data.dataset import stratified_positions
 from fedstill.measures.base import MEASURES_FOLDER
-from fedstill.measures.features import embedded
+from fedstill.measures.features import tsne_embedding
 from fedstill.report.blocks import Chart, Choice, Gallery, Paragraph, Section, group_label
 from fedstill.report.class_regions import HIDDEN_AXIS, class_colour, class_name
 from fedstill.report.figures import Figure, Style, Trace, escaped, group_name, layout, new_trace
@@ -265,7 +265,7 @@ def _joint_figures(family: Sequence[StoredFeatures], style: Style) -> list[Figur
     every_model = [received, *(values for models in local_features for values in models)]
     images = _chosen_images(family[0].labels, len(every_model))
     rows = torch.cat([values[images] for values in every_model])
-    places = embedded(rows.float(), seed=0).reshape(len(every_model), len(images), 2)
+    places = tsne_embedding(rows.float(), seed=0).reshape(len(every_model), len(images), 2)
 
     places_by_run = torch.split(places[1:], [len(models) for models in local_features])
     run_traces = []
