@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedstill.core import codec
 from fedstill.core.codec import encode
 from fedstill.core.errors import ConfigError, Refused
 from fedstill.core.records import Payload, Stage
@@ -331,9 +332,17 @@ def test_requests_of_the_same_model_share_its_bytes(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(messages, "HEADER_BYTES", 0)
     contents = Contents()
     payload = request().payload
+    encoded: list[Payload] = []
+
+    def encoded_parts(group: Payload) -> list[bytes | memoryview]:
+        encoded.append(group)
+        return codec.encoded_parts(group)
+
+    monkeypatch.setattr(messages, "encoded_parts", encoded_parts)
     records = [contents.of_request(request(client).with_payload(payload)) for client in (0, 1)]
     first, second = (record["groups"]["000000"] for record in records)
     assert first.data is second.data
+    assert len(encoded) == len(payload)
     assert parsed_data(records[0]) is first.data
 
 

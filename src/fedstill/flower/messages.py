@@ -12,8 +12,9 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -96,7 +97,7 @@ class Request:
         values = {name: getattr(self, name) for name in names}
         if self.named:
             values["named"] = list(self.named)
-        values["stage"] = _stage_fields(self.stage)
+        values["stage"] = [getattr(self.stage, name) for name in STAGE_FIELDS]
         text = json.dumps(values, sort_keys=True)
         if len(text) > MAX_REQUEST:
             raise ConfigError(
@@ -144,18 +145,6 @@ class Request:
 
 STAGE_FIELDS = ("round", "index", "name", "clients", "view", "sequential")
 """The fields of a stage in the header of a request, in order."""
-
-
-def _stage_fields(stage: Stage) -> list[Any]:
-    """A stage as a list for JSON, which ``_stage`` reads."""
-    return [
-        stage.round,
-        stage.index,
-        stage.name,
-        list(stage.clients),
-        stage.view,
-        stage.sequential,
-    ]
 
 
 def _stage(parts: list[Any]) -> Stage:
@@ -358,6 +347,35 @@ def require_flower() -> None:
     check_flower_installed()
 
 
+@dataclass(eq=False)
+class _EncodedGroup:
+    """A group of a message in encoded parts. ``kind``: the type of its array."""
+
+    parts: list[bytes | memoryview]
+    kind: str
+
+    @classmethod
+    def of(cls, payload: Payload, name: str, kind: str) -> _EncodedGroup:
+        """Encode a group of a payload."""
+        return cls(encoded_parts(Payload({name: payload[name]})), kind)
+
+    @property
+    def size(self) -> int:
+        """The size of the encoded group in bytes."""
+        return sum(map(len, self.parts))
+
+    @cached_property
+    def array(self) -> Array:
+        """An array of the bytes of the group."""
+        from flwr.app import Array
+
+        parts = list(self.parts)
+        if self.kind == _SALTED:
+            parts.append(secrets.token_bytes(SALT_BYTES))
+        data = b"".join(parts)
+        return Array("uint8", (len(data),), self.kind, data)
+
+
 @dataclass
 class Contents:
     """Makes the contents of messages.
@@ -366,57 +384,39 @@ class Contents:
     """
 
     # Keys have the identity of a group. The requests keep the group alive.
-    _arrays: dict[tuple[str, int], Array] = field(default_factory=dict)
+    _groups: dict[tuple[str, int], _EncodedGroup] = field(default_factory=dict)
 
     def of_request(self, request: Request) -> RecordDict:
         """The content of a message with a request."""
-        header = {"json": request.header()}
         groups = request.groups()
-        return _records(header, groups, lambda name: self._array(groups, name))
+        return _records({"json": request.header()}, [self._group(groups, name) for name in groups])
 
-    def _array(self, payload: Payload, name: str) -> Array:
+    def _group(self, payload: Payload, name: str) -> _EncodedGroup:
         key = (name, id(payload[name]))
-        if key not in self._arrays:
-            self._arrays[key] = _array(payload, name, _STYPE)
-        return self._arrays[key]
+        if key not in self._groups:
+            self._groups[key] = _EncodedGroup.of(payload, name, _STYPE)
+        return self._groups[key]
 
 
 def answer_content(answer: SiteReply) -> RecordDict:
     """The content of a message with a reply."""
     payload = answer.content
     header = {"json": answer.header(), "salt": secrets.token_bytes(SALT_BYTES)}
-    return _records(header, payload, lambda name: _array(payload, name, _SALTED))
+    return _records(header, [_EncodedGroup.of(payload, name, _SALTED) for name in payload])
 
 
-def _records(header: dict[str, Any], payload: Payload, array: Callable[[str], Array]) -> RecordDict:
-    """A header and a payload as records. ``array`` makes the array of a group."""
+def _records(header: dict[str, Any], groups: Sequence[_EncodedGroup]) -> RecordDict:
+    """A header and encoded groups as records."""
     from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
-    groups = [encoded_parts(_one_group(payload, name)) for name in payload]
-    group_sizes = [sum(map(len, parts)) for parts in groups]
-    if sum(group_sizes) <= HEADER_BYTES:
-        header["groups"] = [b"".join(parts) for parts in groups]
+    if sum(group.size for group in groups) <= HEADER_BYTES:
+        header["groups"] = [b"".join(group.parts) for group in groups]
         return RecordDict({"header": ConfigRecord(header)})
 
     arrays = ArrayRecord()
-    for number, name in enumerate(payload):
-        arrays[f"{number:06d}"] = array(name)
+    for number, group in enumerate(groups):
+        arrays[f"{number:06d}"] = group.array
     return RecordDict({"header": ConfigRecord(header), "groups": arrays})
-
-
-def _one_group(payload: Payload, name: str) -> Payload:
-    return Payload({name: payload[name]})
-
-
-def _array(payload: Payload, name: str, kind: str) -> Array:
-    """An array of the bytes of a group."""
-    from flwr.app import Array
-
-    parts = encoded_parts(_one_group(payload, name))
-    if kind == _SALTED:
-        parts.append(secrets.token_bytes(SALT_BYTES))
-    data = b"".join(parts)
-    return Array("uint8", (len(data),), kind, data)
 
 
 def header_and_payload(
@@ -620,7 +620,7 @@ class InstructionCheck:
         }
         for name, value in expected.items():
             if statement.get(name) != value:
-                raise Refused(f"the server has signed another {name} of the message", "signature")
+                raise Refused(f"the signed {name} differs from that of the message", "signature")
         records = message.content.values()
         has_metrics = any(isinstance(record, MetricRecord) for record in records)
         if about.dst_node_id != node or has_metrics:
@@ -692,7 +692,7 @@ PUBLIC_REASONS: Mapping[Topic, str] = {
     "noise": "the site has answered this stage with noise, and answers no other request for it",
     "public": "the site needs a copy of the run's public set: set public in its site.toml",
     "range": (
-        "a change of the site's model has no room in the secure sum: raise "
+        "a change of the site's model is too large for the secure sum: raise "
         "privacy.secure_range or lower plan.lr; or lower privacy.secure_bits"
     ),
     "repeated": (
