@@ -216,7 +216,7 @@ def beside(*acts: Callable[[], None]) -> None:
 @pytest.mark.parametrize(
     ("kind", "body", "said"),
     [
-        ("ConfigRecord", b"", "it is no message"),
+        ("ConfigRecord", b"", "it is not a Flower message"),
         ("Message", b"\xff\xff\xff", "DecodeError"),
         ("Message", b"", "IndexError"),
     ],

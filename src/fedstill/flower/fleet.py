@@ -73,7 +73,7 @@ class ReplyFetcher:
 
     grid: Grid
     # by the id of the message that is answered
-    _fetched: dict[str, _Fetch] = field(default_factory=dict)
+    _fetched: dict[str, _ReplyDownload] = field(default_factory=dict)
 
     def pull(self, limits: Mapping[str, int]) -> dict[str, FetchedReply]:
         """The available replies, or the reasons why they are missing, by the id of the request.
@@ -112,13 +112,13 @@ class ReplyFetcher:
         for proto, tree in zip(pulled.messages_list, pulled.message_object_trees, strict=True):
             answered = proto.metadata.reply_to_message_id
             if answered in limits and answered not in self._fetched:
-                fetch = _Fetch(server, proto.metadata.message_id, tree, limits[answered])
+                fetch = _ReplyDownload(server, proto.metadata.message_id, tree, limits[answered])
                 self._fetched[answered] = fetch
                 threading.Thread(target=fetch, daemon=True).start()
 
 
 @dataclass
-class _Fetch:
+class _ReplyDownload:
     """A reply that is being fetched. Its parts are requested until they are complete, the reply is
     too large, or it is no longer needed.
     """
@@ -159,7 +159,7 @@ class _Fetch:
         self._check_size(unfolded(parts))
         message = inflate_object_from_contents(self.root, parts)
         if not isinstance(message, Message):
-            raise BadPayload("it is no message")
+            raise BadPayload("it is not a Flower message")
         return FetchedReply(message)
 
     def _parts(self, client: Any, run: int) -> dict[str, bytes]:
@@ -186,13 +186,13 @@ class _Fetch:
             except HTTPError as error:
                 raise _Lost(f"the reply could not be fetched: {on_one_line(error)}") from error
             if not answer.object_found:
-                raise _Lost("the reply was not sent to its end")
+                raise _Lost("the site did not upload the whole reply")
             if answer.object_available:
                 content: bytes = answer.object_content
                 return content
             self.stop.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-        raise _Lost("nobody waits for the reply")
+        raise _Lost("the reply is no longer needed")
 
     def _check_size(self, size: int) -> None:
         """Raise BadPayload for a reply above the limit."""
@@ -301,9 +301,10 @@ class Fleet:
     patience: Patience
     clock: Clock = time
     clients: dict[int, int] = field(default_factory=dict)  # node id -> client
-    _began: float = field(default=0.0, init=False)  # the stage
-    _looked_at: float = field(default=float("-inf"), init=False)  # the list of members
-    _asked: dict[str, int] = field(default_factory=dict)  # message id -> node asked for its client
+    _stage_start: float = field(default=0.0, init=False)
+    _members_checked_at: float = field(default=float("-inf"), init=False)
+    # message id -> node that is asked for its client
+    _introductions: dict[str, int] = field(default_factory=dict, init=False)
     _fetcher: ReplyFetcher = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -311,9 +312,9 @@ class Fleet:
 
     def ask(self, requests: Sequence[Request]) -> list[SiteReply]:
         """One answer for each request, in order; a missing reply becomes a failed answer."""
-        self._began = self.clock.monotonic()
-        self._looked_at = float("-inf")
-        end = self._began + self.patience.deadline
+        self._stage_start = self.clock.monotonic()
+        self._members_checked_at = float("-inf")
+        end = self._stage_start + self.patience.deadline
         calls = {request.client: _Call(request) for request in requests}
         pace = Pace(self.clock.monotonic)
         pace.worked()
@@ -330,9 +331,7 @@ class Fleet:
 
         for call in calls.values():
             self._fetcher.drop(call.messages)
-        return [
-            call.answer or _failed(call.request, self._silence(call)) for call in calls.values()
-        ]
+        return [call.answer or self._missing_reply(call) for call in calls.values()]
 
     def _send_due(self, calls: dict[int, _Call], end: float) -> None:
         due = [call for call in calls.values() if call.answer is None and self._is_due(call)]
@@ -342,13 +341,13 @@ class Fleet:
     def _fail_removed(self, calls: Sequence[_Call]) -> None:
         """Fail the requests to clients that have been removed from the federation."""
         registered = getattr(self.grid, "registered", None)
-        looked_at = self._looked_at
+        checked_at = self._members_checked_at
         if all(call.attempts for call in calls):
             # All clients were members at the start of the stage.
-            looked_at = max(looked_at, self._began)
-        if registered is None or self.clock.monotonic() < looked_at + MEMBERS_SECONDS:
+            checked_at = max(checked_at, self._stage_start)
+        if registered is None or self.clock.monotonic() < checked_at + MEMBERS_SECONDS:
             return
-        self._looked_at = self.clock.monotonic()
+        self._members_checked_at = self.clock.monotonic()
         try:
             clients = registered()
         except DeployFailed:
@@ -376,18 +375,18 @@ class Fleet:
             return _by_client(members())
         online = [int(node) for node in self.grid.get_node_ids()]
         self._read_introductions()
-        are_missing = set(calls) - {self.clients.get(node) for node in online}
-        if are_missing:
-            waiting = set(self._asked.values())
+        missing_clients = set(calls) - {self.clients.get(node) for node in online}
+        if missing_clients:
+            waiting = set(self._introductions.values())
             unknown = [n for n in online if n not in self.clients and n not in waiting]
             self._introduce(unknown, end)
         return _by_client({node: self.clients[node] for node in online if node in self.clients})
 
     def _read_introductions(self) -> None:
         """Store the clients of the nodes that have answered."""
-        limits = dict.fromkeys(self._asked, MAX_INTRODUCTION)
+        limits = dict.fromkeys(self._introductions, MAX_INTRODUCTION)
         for id, arrived in self._fetcher.pull(limits).items():
-            node = self._asked.pop(id)
+            node = self._introductions.pop(id)
             message = arrived.message
             if message is None or not message.has_content():
                 continue
@@ -408,7 +407,7 @@ class Fleet:
         ]
         for id, node in zip(self.grid.push_messages(questions), nodes, strict=True):
             if id:
-                self._asked[id] = node
+                self._introductions[id] = node
 
     def _send(self, calls: Sequence[_Call], nodes: dict[int, list[int]], end: float) -> None:
         from flwr.app import Message
@@ -435,7 +434,7 @@ class Fleet:
             if id:
                 call.messages.add(id)
             else:
-                self._lose(call, "the message could not be sent")
+                self._note_loss(call, "the message could not be sent")
 
     def _collect(self, calls: dict[int, _Call]) -> None:
         under_way = {m: c for c in calls.values() for m in c.messages if c.answer is None}
@@ -449,7 +448,7 @@ class Fleet:
             call.messages.discard(id)
             message = arrived.message
             if message is None and arrived.may_retry:
-                self._lose(call, arrived.reason)
+                self._note_loss(call, arrived.reason)
             elif message is None:
                 call.answer = _failed(call.request, f"{UNREADABLE}: {arrived.reason}")
             elif not message.has_error():
@@ -457,7 +456,7 @@ class Fleet:
             elif message.error.code == RAISED:
                 call.answer = _failed(call.request, _reason(message) or "the app raised")
             else:
-                self._lose(call, f"Flower's error {message.error.code}: {_reason(message)}")
+                self._note_loss(call, f"Flower's error {message.error.code}: {_reason(message)}")
 
     def _read(self, request: Request, message: Message) -> SiteReply:
         try:
@@ -472,13 +471,17 @@ class Fleet:
         """The maximum size of the arrays in the reply to a request, in bytes."""
         return min(request.reply_limit or self.patience.max_bytes, self.patience.max_bytes)
 
-    def _lose(self, call: _Call, reason: str) -> None:
+    def _note_loss(self, call: _Call, reason: str) -> None:
         """Register a lost message; the request fails if it may not be sent again."""
         call.lost = reason
         if call.attempts > self.patience.retries and not call.messages:
             call.answer = _failed(call.request, reason)
 
-    def _silence(self, call: _Call) -> str:
+    def _missing_reply(self, call: _Call) -> SiteReply:
+        """The failure of a request that was not answered by the deadline."""
+        return _failed(call.request, self._missing_reply_reason(call))
+
+    def _missing_reply_reason(self, call: _Call) -> str:
         """The reason why a request was not answered by the deadline."""
         if call.lost:
             return call.lost
@@ -526,12 +529,12 @@ class Pace:
     """
 
     clock: Callable[[], float] = time.monotonic
-    busy: float = field(default=float("-inf"))
+    last_work: float = field(default=float("-inf"))
 
     def worked(self) -> None:
         """Register that there is work."""
-        self.busy = self.clock()
+        self.last_work = self.clock()
 
     def wait(self, most: float) -> float:
         """The seconds until the next request, at most ``most``."""
-        return min(most, max(SHORTEST_PAUSE, PAUSE_SHARE * (self.clock() - self.busy)))
+        return min(most, max(SHORTEST_PAUSE, PAUSE_SHARE * (self.clock() - self.last_work)))
