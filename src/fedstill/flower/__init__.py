@@ -22,6 +22,9 @@ QUIET = {
 time.
 """
 
+MAX_REQUEST_BYTES = 4 << 30
+"""The largest request that a site accepts, in bytes."""
+
 
 def check_flower_installed() -> None:
     """Raise ConfigError if Flower cannot be imported."""

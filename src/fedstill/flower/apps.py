@@ -13,15 +13,12 @@ from platformdirs import user_data_path
 from fedstill.config.experiment import from_tree
 from fedstill.continual.task_test import SITE_TEST
 from fedstill.core.files import parse_toml
-from fedstill.flower import say
+from fedstill.flower import MAX_REQUEST_BYTES, say
 from fedstill.flower.messages import Request, SiteReply, require_flower
 from fedstill.flower.site import AnswerFunction, StageExecutor, prune_states
 from fedstill.flower.site import client_app as app_of
 from fedstill.flower.site_settings import Site, load_site
 from fedstill.running import runner
-
-MAX_REQUEST_BYTES = 4 << 30
-"""The largest request that a client accepts, in bytes."""
 
 
 def executor_of(context: Any) -> tuple[int, AnswerFunction]:

@@ -31,7 +31,7 @@ from fedstill.core.errors import (
     on_one_line,
 )
 from fedstill.core.registry import HOMES
-from fedstill.flower import check_flower_installed, say
+from fedstill.flower import MAX_REQUEST_BYTES, check_flower_installed, say
 from fedstill.flower.deployment import certificates
 from fedstill.flower.deployment.folder import Membership, require_own_app
 from fedstill.flower.deployment.reach import (
@@ -66,9 +66,6 @@ AGAIN_SECONDS = 30.0
 
 REFUSED_SECONDS = 5.0
 """The time after which a site retries if the server has refused it, in seconds."""
-
-MAX_REQUEST_BYTES = 4 << 30
-"""The largest message that a site accepts, in bytes."""
 
 UNAVAILABLE = 5
 """Flower's code for an unavailable node; the server then sends the message again."""
