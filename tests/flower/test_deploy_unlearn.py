@@ -19,7 +19,7 @@ from fedstill.core.errors import ConfigError, CorruptFile, DiskFull
 from fedstill.flower.deployment import folder
 from fedstill.flower.deployment.folder import Federation
 from fedstill.flower.engine import LoopbackGrid
-from fedstill.flower.remote_runs import FlowerRuns, delete_traces
+from fedstill.flower.remote_runs import FlowerRuns
 from fedstill.flower.site import StageExecutor, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.running.directory import settings_of
@@ -239,7 +239,7 @@ def test_nothing_is_deleted_behind_a_link(linked: str, federation: Federation, p
     link.parent.mkdir(parents=True)
     link.symlink_to(elsewhere)
     with pytest.raises((ConfigError, DiskFull), match=linked):
-        delete_traces(federation, LEAVING, [place / "planted"])
+        folder.delete_traces(federation, LEAVING, [place / "planted"])
     assert all(victim.is_file() for victim in victims)
     assert federation.client(LEAVING).is_dir()
 

@@ -442,7 +442,7 @@ def test_a_site_reads_its_images_as_the_run_does_and_reports_what_it_left_out(
 ) -> None:
     from PIL import Image
 
-    from fedstill.flower.site_data import read_alike
+    from fedstill.flower.site_data import read_in_form
 
     for name in ("cat", "dog"):
         (tmp_path / "own" / name).mkdir(parents=True)
@@ -451,7 +451,7 @@ def test_a_site_reads_its_images_as_the_run_does_and_reports_what_it_left_out(
         (tmp_path / "own" / name / "5.png").write_bytes(b"no image")
     settings = settings_of(data={"name": "digits", "size": 4, "mode": "grey", "broken": "skip"})
     facts = Facts(("cat", "dog"), (1, 4, 4))
-    own = read_alike(settings, facts, str(tmp_path / "own"), {})
+    own = read_in_form(settings, facts, str(tmp_path / "own"), {})
     assert own.input_shape == (1, 4, 4)
     assert "2 broken images of 12" in caplog.text
 

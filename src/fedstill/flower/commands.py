@@ -55,8 +55,8 @@ def init_command(
     made = folder.init(directory, clients, host, listen=listen, port=port, version=VERSION)
     name = str(directory)
     print(
-        f"{name}: the federation of {clients} clients. Do not copy {name}/ca.key to any other "
-        "machine. Then:"
+        f"{name}: created a federation of {clients} clients. Do not copy {name}/ca.key to any "
+        "other machine. Then:"
     )
     print(f"  fedstill deploy server {name}")
     for client in range(clients):
@@ -161,7 +161,6 @@ def unlearn_command(directory: Path, client: int, *runs: Path) -> int:
         client: The number of the client.
         runs: The directories of finished runs. By default, all runs since the start of the server.
     """
-    from fedstill.flower import remote_runs
     from fedstill.flower.deployment import control, folder
     from fedstill.running.runs import runs_of_client
 
@@ -182,7 +181,7 @@ def unlearn_command(directory: Path, client: int, *runs: Path) -> int:
         for remove_from_run in removals:
             new = remove_from_run(run, client)
             print(f"{new}: {run} without client {client}, with a certificate")
-    deletion = remote_runs.delete_traces(federation, client, concerned)
+    deletion = folder.delete_traces(federation, client, concerned)
     for path in deletion.deleted:
         print(f"deleted: {path}")
     for line in deletion.left:

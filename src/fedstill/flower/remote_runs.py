@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 
@@ -20,7 +19,7 @@ from fedstill.config.settings import Settings
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, DeployFailed
 from fedstill.core.extensions import RoundHook
-from fedstill.core.files import digest, in_shell, remove_files, remove_folder
+from fedstill.core.files import digest, in_shell
 from fedstill.core.process_settings import set_environment
 from fedstill.core.records import Examples, Group, Payload, Stage, Tensors
 from fedstill.core.rounds import expected_reply
@@ -31,17 +30,16 @@ from fedstill.engines.hardware import cores
 from fedstill.engines.serial import Version
 from fedstill.flower import QUIET
 from fedstill.flower.deployment.control import Control, NoAnswer, when_it_listens
-from fedstill.flower.deployment.folder import Federation, load_federation
+from fedstill.flower.deployment.folder import load_federation
 from fedstill.flower.engine import FlowerEngine, KnownCounts, LoopbackGrid
 from fedstill.flower.facts import Facts
 from fedstill.flower.fleet import Clock, Fleet, Patience
 from fedstill.flower.messages import WHOAMI, Request, require_flower
 from fedstill.flower.site import AnswerFunction, ClientFiles, StageExecutor, client_app
-from fedstill.flower.site_data import Ready
+from fedstill.flower.site_data import SiteRun
 from fedstill.flower.site_settings import Site, code_in, files_in
 from fedstill.running import journal as journals
 from fedstill.running.checkpoint import StoredMemory
-from fedstill.running.directory import pack_of
 from fedstill.running.driver import Driven, RunEngine
 from fedstill.running.extensions import run_extensions
 from fedstill.running.journal import JOURNAL
@@ -54,19 +52,19 @@ from fedstill.version import VERSION
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
-    from flwr.serverapp import Grid
+    from flwr.serverapp import Grid, ServerApp
 
 
-CLIENTS_ON_CARD = 4
+CLIENTS_PER_GPU = 4
 """The number of clients per GPU; without such a share, Ray may hide the GPU from them."""
 
-LOOK = 1.0
+JOURNAL_SECONDS = 1.0
 """The time between two readings of the journal, in seconds."""
 
-ASK = 60.0
+STATUS_SECONDS = 60.0
 """The time between two requests to the server, in seconds."""
 
-START = 180.0
+START_SECONDS = 180.0
 """The time limit for the start of the server, in seconds."""
 
 
@@ -98,42 +96,30 @@ class FlowerRuns:
             remedy = "pip install 'fedstill[flower-simulation]'"
             raise ConfigError(f"flower.grid = 'ray' needs Ray: {remedy} ({error})") from error
         import ray
-        from flwr.serverapp import ServerApp
         from flwr.simulation import run_simulation
 
-        results: list[Driven] = []
-        errors: list[BaseException] = []
-        app = ServerApp()
-
-        @app.main()  # type: ignore[untyped-decorator]
-        def main(grid: Any, context: Any) -> None:
-            try:
-                wait_for_workers(grid, settings.clients)
-                results.append(drive(grid))
-            except BaseException as error:
-                errors.append(error)
-
-        card_share = 0.0
-        if is_cuda(settings.device):
-            card_share = 1 / min(cores(), CLIENTS_ON_CARD)
-        one_core = {"client_resources": {"num_cpus": 1, "num_gpus": card_share}}
+        outcome: _Outcome[Driven] = _Outcome()
+        server = _server_app(drive, settings.clients, outcome)
         data_in_worker = partial(_fetched, ray.put(data))
         sites = (folder / "sites").resolve()
         clients = _app_of_clients(settings, sites, data_in_worker, _prepared_in_worker)
         try:
             with _only_errors_of_flower():
                 run_simulation(
-                    app, clients, num_supernodes=settings.clients, backend_config=one_core
+                    server,
+                    clients,
+                    num_supernodes=settings.clients,
+                    backend_config=_client_resources(settings),
                 )
         except Exception as error:
             raise DeployFailed(
                 f"Ray could not execute the run: {' '.join(str(error).split())[:300]}"
             ) from error
-        if errors:
-            raise errors[0]
-        if not results:
+        if outcome.error is not None:
+            raise outcome.error
+        if outcome.driven is None:
             raise DeployFailed("Ray ended before the run; see its log")
-        return results[0]
+        return outcome.driven
 
     def connect(
         self, prepared: Prepared, folder: Path, identity: Callable[[], str], grid: Grid | None
@@ -200,7 +186,7 @@ class FlowerRuns:
         values = {"config": config, "out": str(folder.resolve()), "resume": resume}
         control = Control.of(federation)
         announcer = _RoundAnnouncer(folder, settings.rounds, watch, announced=len(_rounds(folder)))
-        run = when_it_listens(lambda: control.start(federation.app, values), START)
+        run = when_it_listens(lambda: control.start(federation.app, values), START_SECONDS)
         watch.started(folder, 1 + announcer.announced)
         return _follow(control, run, announcer)
 
@@ -221,6 +207,41 @@ class FlowerRuns:
                 "with a version that only kept the models of the last stages"
             )
         return files.client_state(version)
+
+
+@dataclass
+class _Outcome(Generic[Driven]):
+    """The result or the error of a simulation's server; neither before its end."""
+
+    driven: Driven | None = None
+    error: BaseException | None = None
+
+
+def _server_app(
+    drive: Callable[[Grid], Driven], clients: int, outcome: _Outcome[Driven]
+) -> ServerApp:
+    """The app of a simulation's server, which stores the result or the error of ``drive``."""
+    from flwr.serverapp import ServerApp
+
+    app = ServerApp()
+
+    @app.main()  # type: ignore[untyped-decorator]
+    def main(grid: Any, context: Any) -> None:
+        try:
+            wait_for_workers(grid, clients)
+            outcome.driven = drive(grid)
+        except BaseException as error:
+            outcome.error = error
+
+    return app
+
+
+def _client_resources(settings: Settings) -> dict[str, dict[str, float]]:
+    """Ray's settings for a client: one core and, on a GPU, a share of it."""
+    gpu_share = 0.0
+    if is_cuda(settings.device):
+        gpu_share = 1 / min(cores(), CLIENTS_PER_GPU)
+    return {"client_resources": {"num_cpus": 1, "num_gpus": gpu_share}}
 
 
 @dataclass
@@ -255,9 +276,9 @@ def _follow(control: Control, run: int, announcer: _RoundAnnouncer) -> Result:
     last_question = time.monotonic()
     try:
         while not journals.is_finished(folder):
-            time.sleep(LOOK)
+            time.sleep(JOURNAL_SECONDS)
             announcer.announce_new()
-            if time.monotonic() - last_question >= ASK:
+            if time.monotonic() - last_question >= STATUS_SECONDS:
                 last_question = time.monotonic()
                 _raise_if_ended(control, run, folder)
             if announcer.watch.stop():
@@ -412,20 +433,20 @@ def trial_app(settings: Settings, dataset: Dataset | None, folder: Path) -> Clie
 
     ``dataset``: the data set that was given in Python, if one was.
     """
-    ready: dict[str, Ready] = {}
-    return _app_of_clients(settings, folder, lambda: dataset, lambda: ready)
+    runs: dict[str, SiteRun] = {}
+    return _app_of_clients(settings, folder, lambda: dataset, lambda: runs)
 
 
 def _app_of_clients(
     settings: Settings,
     folder: Path,
     data: Callable[[], Dataset | None],
-    ready: Callable[[], dict[str, Ready]],
+    runs: Callable[[], dict[str, SiteRun]],
 ) -> ClientApp:
     """The app of a simulation's clients.
 
     They belong to the server's own user, so they import any code in its configuration, and read its
-    files. ``data`` returns the data set that was given in Python. ``ready`` returns the runs that
+    files. ``data`` returns the data set that was given in Python. ``runs`` returns the runs that
     this process has prepared, to which a client adds its own.
     """
     imports = tuple(code_in(settings.tree))
@@ -434,7 +455,7 @@ def _app_of_clients(
     def executor_of(context: Any) -> tuple[int, AnswerFunction]:
         client = int(context.node_config["partition-id"])
         site = Site(client, folder, imports=imports, files=files)
-        return client, StageExecutor(site, data(), ready(), shows_reasons=True)
+        return client, StageExecutor(site, data(), runs(), shows_reasons=True)
 
     return client_app(executor_of, settings.flower.max_mb << 20, shows_reasons=True)
 
@@ -468,7 +489,7 @@ def wait_for_workers(grid: Any, clients: int) -> None:
     """
     from flwr.app import ConfigRecord, Message, RecordDict
 
-    end = time.monotonic() + START
+    end = time.monotonic() + START_SECONDS
     nodes = list(grid.get_node_ids())
     while len(nodes) < clients and time.monotonic() < end:
         time.sleep(0.05)
@@ -479,7 +500,7 @@ def wait_for_workers(grid: Any, clients: int) -> None:
 
 
 @cache
-def _prepared_in_worker() -> dict[str, Ready]:
+def _prepared_in_worker() -> dict[str, SiteRun]:
     """The runs that this worker has prepared. The first call imports what a client needs."""
     for kind in registry.HOMES:
         registry.names(kind)
@@ -505,72 +526,3 @@ def _only_errors_of_flower() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
-
-
-# The deletion of a client's files on the server when the client leaves a federation.
-
-
-CLIENT_FOLDERS = ("updates", "memory")
-"""The folders in a run directory with files of single clients: kept replies, and states."""
-
-BEYOND_REACH = (
-    "copies of models that sites, users or trackers hold, and models that were published",
-    "backups of this machine",
-    "data and state at the client's own site, which deletes them itself",
-)
-"""Copies that no command on the server can delete."""
-
-
-@dataclass(frozen=True)
-class Deletion:
-    """The result of a deletion.
-
-    ``deleted``: files and folders. ``left``: descriptions of what was not deleted, with paths.
-    """
-
-    deleted: Sequence[Path]
-    left: Sequence[str]
-
-
-def delete_traces(federation: Federation, client: int, runs: Sequence[Path]) -> Deletion:
-    """Delete the replies, states and files of a client on this machine, in the directories of runs
-    and in the federation's folder.
-
-    Raises DiskFull, and ConfigError if a folder of replies or states is a link.
-    """
-    deleted: list[Path] = []
-    for run in runs:
-        deleted += _delete_files(run, client)
-    folder = federation.client(client)
-    if folder.is_dir():
-        remove_folder(folder)
-        deleted.append(folder)
-    left = [line for run in runs for line in _left_in(run)]
-    return Deletion(deleted, [*left, *BEYOND_REACH])
-
-
-def _delete_files(run: Path, client: int) -> Iterator[Path]:
-    """Delete the kept replies and the states of a client in a run directory; yields their paths."""
-    name = re.compile(rf"client{client}-round\d+-stage\d+\.safetensors")
-    for folder in CLIENT_FOLDERS:
-        names = remove_files(run / folder, lambda entry: name.fullmatch(entry) is not None)
-        for deleted in sorted(names):
-            yield run / folder / deleted
-
-    # In a simulation, the states of sites are also in the run directory.
-    for path in sorted((run / "sites").glob(f"*/client{client}")):
-        if path.parent.resolve().parent != run.resolve() / "sites":
-            raise ConfigError(f"{path} is a link out of {run}: delete the link, then unlearn again")
-        remove_folder(path)
-        yield path
-
-
-def _left_in(run: Path) -> Iterator[str]:
-    """Descriptions of files in a run directory and its packs that still depend on the client."""
-    yield (
-        f"{run}: the old model and its checkpoints, and the journal with the client's numbers; "
-        "delete the directory when nobody needs it"
-    )
-    for folder in (run, *run.parents):
-        if folder.name and pack_of(folder).is_file():
-            yield f"{pack_of(folder)}: a pack with the journal of {run.name}"

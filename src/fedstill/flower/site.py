@@ -63,7 +63,7 @@ from fedstill.flower.messages import (
     require_flower,
     topic_of,
 )
-from fedstill.flower.site_data import Ready, on_own_data, on_own_tasks
+from fedstill.flower.site_data import SiteRun, prepare_own_data, prepare_own_tasks
 from fedstill.flower.site_settings import Site, code_in, files_in
 from fedstill.models.building import sha256_of
 from fedstill.running.extensions import site_guards
@@ -84,14 +84,14 @@ class StageExecutor:
     """Executes stages for a site: it checks a request, prepares the run, and does the work if the
     guards permit it.
 
-    ``dataset``: data in memory, for a trial in the server's own process. ``ready``: runs that were
+    ``dataset``: data in memory, for a trial in the server's own process. ``runs``: runs that were
     prepared for earlier requests. ``shows_reasons``: whether the server receives the reasons of
     failures, as in a simulation, where the server has all data anyway.
     """
 
     site: Site
     dataset: Dataset | None = None
-    ready: dict[str, Ready] = field(default_factory=dict)
+    runs: dict[str, SiteRun] = field(default_factory=dict)
     shows_reasons: bool = False
 
     def __call__(self, request: Request) -> SiteReply:
@@ -127,17 +127,17 @@ class StageExecutor:
         self._check(request)
         if self.site.data:
             self._refusals.check(request)
-        ready = self._ready(request)
+        run = self._run_of(request)
 
         files = self._files(request)
         make_folder(files.place)
         with FileLock(files.place / ".lock"):
-            files.note_facts(request.facts)
-            if ready.prepared is not None:
+            files.check_facts_unchanged(request.facts)
+            if run.prepared is not None:
                 files.store_start(request)
-            if ready.tasks is not None:
-                ready.tasks.note(files.place)
-            prepared = ready.works(request.stage.name)
+            if run.tasks is not None:
+                run.tasks.check_unchanged(files.place)
+            prepared = run.prepared_for(request.stage.name)
             if prepared is None:
                 stage = request.stage
                 return SiteReply(request.client, stage.round, stage.index, idle=True)
@@ -163,19 +163,19 @@ class StageExecutor:
             repeat_sums=self.site.repeat_sums,
         )
 
-    def _ready(self, request: Request) -> Ready:
+    def _run_of(self, request: Request) -> SiteRun:
         """The run of a request. It is prepared unless an earlier request has already prepared it
         with the data of the same task.
         """
         key = description_of_run(request)
 
-        ready = self.ready.get(key)
-        if ready is None:
-            ready = self._prepare(self._settings(request), request)
-        elif not ready.serves(request.stage.round, request.client):
-            ready = self._prepare(ready.settings, request)
-        self.ready[key] = ready
-        return ready
+        run = self.runs.get(key)
+        if run is None:
+            run = self._prepare(self._settings(request), request)
+        elif not run.has_data_of(request.stage.round, request.client):
+            run = self._prepare(run.settings, request)
+        self.runs[key] = run
+        return run
 
     def _check(self, request: Request) -> None:
         """Raise Refused for another version, or for a config that the site has not accepted."""
@@ -238,7 +238,7 @@ class StageExecutor:
                     "files",
                 )
 
-    def _prepare(self, settings: Settings, request: Request) -> Ready:
+    def _prepare(self, settings: Settings, request: Request) -> SiteRun:
         """Prepare a run on the site's own data or, in a trial, on its part of the run's data."""
         site = self.site
         facts = Facts.of(request.facts)
@@ -251,19 +251,19 @@ class StageExecutor:
                 raise Refused(
                     "this site trains on its own data only: set flower.data = 'sites'", "data"
                 )
-            return Ready(settings, prepare(settings, self.dataset, start=start))
+            return SiteRun(settings, prepare(settings, self.dataset, start=start))
         if not site.data:
             raise Refused("this site has no data of its own: set data in its site.toml", "data")
         facts.check_config(settings)
         if settings.sites_have_tasks:
-            return on_own_tasks(settings, facts, site, request.stage.round, start)
+            return prepare_own_tasks(settings, facts, site, request.stage.round, start)
         if site.tasks:
             raise Refused(
                 "this site has a folder for each task, and this run has no tasks: set stream.kind "
                 "= 'sites'",
                 "tasks",
             )
-        return on_own_data(settings, facts, site, start)
+        return prepare_own_data(settings, facts, site, start)
 
 
 OFFERED = "offered"
@@ -539,8 +539,8 @@ class ClientFiles:
         """The folder of this client's files for this run."""
         return self.folder / self.run / f"client{self.client}"
 
-    def note_facts(self, facts: Mapping[str, Any]) -> None:
-        """Store a run's facts at their first use; raises Refused if they change later.
+    def check_facts_unchanged(self, facts: Mapping[str, Any]) -> None:
+        """Raise Refused if a run's facts have changed since their first use, when they are stored.
 
         The mean and standard deviation from the sites' sums are stored separately, because they
         arrive later.

@@ -66,7 +66,7 @@ def own_data(settings: Settings, facts: Facts, data: str, public: str, tokenizer
     differ from the run's, or if the copies differ from the server's.
     """
     form = form_of(settings, facts, tokenizer)
-    dataset = read_alike(settings, facts, data, form)
+    dataset = read_in_form(settings, facts, data, form)
     scaler = scaler_of(settings, dataset, facts)
     if scaler.awaits_sums:
         # The sums omit missing values, so examples are not changed.
@@ -80,7 +80,7 @@ def own_data(settings: Settings, facts: Facts, data: str, public: str, tokenizer
     )
 
 
-def read_alike(
+def read_in_form(
     settings: Settings, facts: Facts, data: str, form: Mapping[str, Any], **options: Any
 ) -> Dataset:
     """Read a file or folder of a site in the run's form, with the labels that all sites share.
@@ -280,9 +280,9 @@ class OwnTasks:
     scaler: Scaler | None = None
     public: Examples | None = None
 
-    def note(self, place: Path) -> None:
-        """Store the SHA-256 of data at their first use in a client's folder; raises Refused for
-        data that have changed.
+    def check_unchanged(self, place: Path) -> None:
+        """Raise Refused for data that have changed since their first use, whose SHA-256 is stored
+        in a client's folder.
         """
         path = place / NOTES
         noted: dict[str, str] = {}
@@ -321,15 +321,7 @@ def own_tasks(
     if current < 0:
         return OwnTasks(stream, current, sums={}, train={}, tests={})
     form = form_of(settings, facts, site.tokenizer)
-    if site.tasks:
-        places = task_folders(Path(site.data), stream.tasks)
-        datasets = {
-            task: read_alike(settings, facts, str(place), form)
-            for task, place in places.items()
-            if task <= current
-        }
-    else:
-        datasets = _cut(settings, facts, site, form, current)
+    datasets = _datasets_by_task(settings, facts, site, form, tasks=stream.tasks, current=current)
     sums = dict.fromkeys(range(current + 1), "")
     for task, dataset in datasets.items():
         sums[task] = _digest(dataset)
@@ -358,6 +350,26 @@ def own_tasks(
         scaler=scaler,
         public=public,
     )
+
+
+def _datasets_by_task(
+    settings: Settings,
+    facts: Facts,
+    site: Site,
+    form: Mapping[str, object],
+    *,
+    tasks: int,
+    current: int,
+) -> dict[int, Dataset]:
+    """The data sets of the tasks up to ``current``, from folders or by a time column."""
+    if not site.tasks:
+        return _cut(settings, facts, site, form, current)
+    places = task_folders(Path(site.data), tasks)
+    return {
+        task: read_in_form(settings, facts, str(place), form)
+        for task, place in places.items()
+        if task <= current
+    }
 
 
 def task_folders(data: Path, tasks: int) -> dict[int, Path]:
@@ -420,7 +432,7 @@ def _cut(
             "for it",
             "tasks",
         )
-    own = read_alike(settings, facts, data, form, owner=column, cuts=cuts)
+    own = read_in_form(settings, facts, data, form, owner=column, cuts=cuts)
     if own.train.owners is None or own.test.owners is None:
         raise Refused(
             f"{data} has no column {column!r}, because images in folders and arrays have no "
@@ -456,7 +468,7 @@ def _with_examples(by_task: Mapping[int, Examples]) -> dict[int, Examples]:
 
 
 @dataclass(frozen=True)
-class Ready:
+class SiteRun:
     """A run that a site has prepared.
 
     ``prepared``: the prepared run; None if the site has no data yet. ``tasks``: the data of tasks,
@@ -467,11 +479,11 @@ class Ready:
     prepared: Prepared | None
     tasks: OwnTasks | None = None
 
-    def serves(self, round: int, client: int) -> bool:
+    def has_data_of(self, round: int, client: int) -> bool:
         """Whether the run contains the data of the client's task in a round."""
         return self.tasks is None or self.tasks.current == self.tasks.stream.task(round, client)
 
-    def works(self, stage: str) -> Prepared | None:
+    def prepared_for(self, stage: str) -> Prepared | None:
         """The prepared run for a stage; None if the site is idle because it has no data for it."""
         if self.tasks is None:
             return self.prepared
@@ -483,7 +495,7 @@ class Ready:
         return self.prepared
 
 
-def on_own_data(settings: Settings, facts: Facts, site: Site, start: Tensors) -> Ready:
+def prepare_own_data(settings: Settings, facts: Facts, site: Site, start: Tensors) -> SiteRun:
     """Prepare a run without tasks on a site's own data.
 
     start: the model that the run starts from; empty for random weights.
@@ -495,13 +507,15 @@ def on_own_data(settings: Settings, facts: Facts, site: Site, start: Tensors) ->
     data = ClientData(train=own.train, split=None, public=own.public, client_tests=tests)
     world = _world(settings, facts, own.public, start)
     prepared = _prepared(settings, facts, own.dataset, own.scaler, data=data, world=world)
-    return Ready(settings, prepared)
+    return SiteRun(settings, prepared)
 
 
-def on_own_tasks(settings: Settings, facts: Facts, site: Site, round: int, start: Tensors) -> Ready:
+def prepare_own_tasks(
+    settings: Settings, facts: Facts, site: Site, round: int, start: Tensors
+) -> SiteRun:
     """Prepare a run with tasks on a site's data for the tasks up to the task of a round.
 
-    start: as in ``on_own_data``.
+    start: as in ``prepare_own_data``.
     """
     nothing = Examples(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
     cut = cut_into_tasks(settings, nothing, len(facts.classes))
@@ -509,7 +523,7 @@ def on_own_tasks(settings: Settings, facts: Facts, site: Site, round: int, start
     stream = stream_of(settings, cut, None)
     own = own_tasks(settings, facts, stream, stream.task(round, site.client), site)
     if own.dataset is None or own.scaler is None:
-        return Ready(settings, None, own)
+        return SiteRun(settings, None, own)
     by_task = {
         task: examples
         for task, examples in own.train.items()
@@ -531,7 +545,7 @@ def on_own_tasks(settings: Settings, facts: Facts, site: Site, round: int, start
     )
     world = replace(_world(settings, facts, own.public, start), stream=stream)
     prepared = _prepared(settings, facts, own.dataset, own.scaler, data=data, world=world)
-    return Ready(settings, prepared, own)
+    return SiteRun(settings, prepared, own)
 
 
 def _prepared(

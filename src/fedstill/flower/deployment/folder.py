@@ -8,7 +8,7 @@ import ipaddress
 import re
 import secrets
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from fedstill.core.files import (
     parse_toml,
     read_toml,
     remove,
+    remove_files,
+    remove_folder,
     write_secret,
     write_whole,
 )
@@ -459,3 +461,75 @@ def _components(pyproject: bytes) -> Any:
     for key in ("tool", "flwr", "app", "components"):
         tree = tree[key] if isinstance(tree, dict) else {}
     return tree
+
+
+# The deletion of a client's files on the server when the client leaves a federation.
+
+
+CLIENT_FOLDERS = ("updates", "memory")
+"""The folders in a run directory with files of single clients: kept replies, and states."""
+
+BEYOND_REACH = (
+    "copies of models that sites, users or trackers hold, and models that were published",
+    "backups of this machine",
+    "data and state at the client's own site, which deletes them itself",
+)
+"""Copies that no command on the server can delete."""
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """The result of a deletion.
+
+    ``deleted``: files and folders. ``left``: descriptions of what was not deleted, with paths.
+    """
+
+    deleted: Sequence[Path]
+    left: Sequence[str]
+
+
+def delete_traces(federation: Federation, client: int, runs: Sequence[Path]) -> Deletion:
+    """Delete the replies, states and files of a client on this machine, in the directories of runs
+    and in the federation's folder.
+
+    Raises DiskFull, and ConfigError if a folder of replies or states is a link.
+    """
+    deleted: list[Path] = []
+    for run in runs:
+        deleted += _delete_files(run, client)
+    folder = federation.client(client)
+    if folder.is_dir():
+        remove_folder(folder)
+        deleted.append(folder)
+    left = [line for run in runs for line in _left_in(run)]
+    return Deletion(deleted, [*left, *BEYOND_REACH])
+
+
+def _delete_files(run: Path, client: int) -> list[Path]:
+    """Delete the replies and states of a client in a run directory; returns their paths."""
+    deleted: list[Path] = []
+    name = re.compile(rf"client{client}-round\d+-stage\d+\.safetensors")
+    for folder in CLIENT_FOLDERS:
+        names = remove_files(run / folder, lambda entry: name.fullmatch(entry) is not None)
+        deleted += [run / folder / deleted_name for deleted_name in sorted(names)]
+
+    # In a simulation, the states of sites are also in the run directory.
+    for path in sorted((run / "sites").glob(f"*/client{client}")):
+        if path.parent.resolve().parent != run.resolve() / "sites":
+            raise ConfigError(f"{path} is a link out of {run}: delete the link, then unlearn again")
+        remove_folder(path)
+        deleted.append(path)
+    return deleted
+
+
+def _left_in(run: Path) -> Iterator[str]:
+    """Descriptions of files in a run directory and its packs that still depend on the client."""
+    from fedstill.running.directory import pack_of  # lazy, because clients need little memory
+
+    yield (
+        f"{run}: the old model and its checkpoints, and the journal with the client's numbers; "
+        "delete the directory when nobody needs it"
+    )
+    for folder in (run, *run.parents):
+        if folder.name and pack_of(folder).is_file():
+            yield f"{pack_of(folder)}: a pack with the journal of {run.name}"
