@@ -130,7 +130,9 @@ class Facts:
     def _check(self) -> None:
         """Raise ValueError for facts that contradict themselves."""
         if self.kind not in PLURALS or self.origin not in get_args(Origin):
-            raise ValueError(f"kind {self.kind[:40]!r}, standardised {self.origin[:40]!r}")
+            raise ValueError(
+                f"unknown kind {self.kind[:40]!r}, or unknown origin {self.origin[:40]!r}"
+            )
         if self.kind == "image":
             of_images = {name: getattr(self, name) for name in OF_IMAGES}
             if self != Facts(**of_images):
