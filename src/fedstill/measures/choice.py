@@ -29,19 +29,22 @@ def measures(names: Sequence[str]) -> dict[str, Measure]:
         if not isinstance(measure, Measure):
             raise ConfigError(f"measure {name!r} is a {type(measure).__name__}, not a Measure")
         short = PurePath(name).name
-        # A string would be a set of letters, each of them an unknown need.
-        if isinstance(measure.needs, str):
-            raise ConfigError(
-                f"measure {short}: needs = {measure.needs!r} must be a frozenset of names"
-            )
-        for need in sorted({*measure.needs} - NEEDS):
-            raise UnknownName("name", need, NEEDS, f"measure {short}, needs")
-        if type(measure).look is Measure.look and type(measure).at_client is Measure.at_client:
-            raise ConfigError(f"measure {short} measures nothing: define look or at_client")
+        _check_definition(short, measure)
         if short in by_name:
             raise ConfigError(f"measure = [..., {short!r}] contains the same measure twice")
         by_name[short] = measure
     return by_name
+
+
+def _check_definition(name: str, measure: Measure) -> None:
+    """Raise ConfigError for a measure with unknown needs, or without a hook."""
+    # A string would be a set of letters, each of them an unknown need.
+    if isinstance(measure.needs, str):
+        raise ConfigError(f"measure {name}: needs = {measure.needs!r} must be a frozenset of names")
+    for need in sorted({*measure.needs} - NEEDS):
+        raise UnknownName("name", need, NEEDS, f"measure {name}, needs")
+    if type(measure).look is Measure.look and type(measure).at_client is Measure.at_client:
+        raise ConfigError(f"measure {name} measures nothing: define look or at_client")
 
 
 def measured_rounds(rounds: int, every: int) -> frozenset[int]:
@@ -57,14 +60,14 @@ def measured_rounds(rounds: int, every: int) -> frozenset[int]:
 class MeasuredRun:
     """The properties of a run that measures may need.
 
-    name: the method, for messages. stages: the stages of the checked rounds, those of the last
-    round at the end. simulated: whether clients' data are in this process. tested: whether there is
-    a common test set. remembered: whether the client states are in this process. labelled: whether
-    there are public data with labels.
+    method_name: the method, for messages. stages: the stages of the checked rounds, those of the
+    last round at the end. simulated: whether clients' data are in this process. tested: whether
+    there is a common test set. remembered: whether the client states are in this process. labelled:
+    whether there are public data with labels.
     """
 
     schedule: Schedule
-    name: str
+    method_name: str
     stages: Sequence[Stage]
     world: World
     simulated: bool = True
@@ -73,38 +76,39 @@ class MeasuredRun:
     labelled: bool = True
 
 
-def unsuited_measures(chosen: Mapping[str, Measure], setting: MeasuredRun) -> str:
+def unsuited_measures(chosen: Mapping[str, Measure], run: MeasuredRun) -> str:
     """The reason why a measure cannot be used in a run, and what to do; empty if all can be
     used.
     """
     for name, measure in chosen.items():
-        problem = _unmet_need(measure, setting) or _never_measured(measure, setting)
+        problem = _unmet_need(measure, run) or _never_measured(measure, run)
         if problem:
             return f"measure {name}: {problem}, or remove it from measure"
     return ""
 
 
-def _unmet_need(measure: Measure, setting: MeasuredRun) -> str:
+def _unmet_need(measure: Measure, run: MeasuredRun) -> str:
     """The message about the first unmet need; empty if all needs are met. The checks of later needs
     may assume that earlier ones are met.
     """
-    for need in sorted(measure.needs):
-        problem = _CHECKS[need](setting)
-        if problem:
-            return problem
+    for need, check in _CHECKS.items():
+        if need in measure.needs:
+            problem = check(run)
+            if problem:
+                return problem
     return ""
 
 
-def _never_measured(measure: Measure, setting: MeasuredRun) -> str:
+def _never_measured(measure: Measure, run: MeasuredRun) -> str:
     if not measure.only_last:
         return ""
-    last_round = setting.stages[-1].round
-    last_stages = [stage for stage in setting.stages if stage.round == last_round]
-    if looks_last(measure, last_stages, setting.schedule, setting.world) is not None:
+    last_round = run.stages[-1].round
+    last_stages = [stage for stage in run.stages if stage.round == last_round]
+    if looks_last(measure, last_stages, run.schedule, run.world) is not None:
         return ""
     return (
-        f"it needs local models in the last round, but clients of method {setting.name} send none; "
-        "choose a method whose clients send models"
+        f"it needs local models in the last round, but clients of method {run.method_name} send "
+        "none; choose a method whose clients send models"
     )
 
 
@@ -131,8 +135,8 @@ def _sent(stage: Stage, schedule: Schedule, world: World) -> set[str]:
     return set(schedule.actor(stage).expected_reply(client, stage, world))
 
 
-def _sends_models(stage: Stage, setting: MeasuredRun) -> bool:
-    return "params" in _sent(stage, setting.schedule, setting.world)
+def _sends_models(stage: Stage, run: MeasuredRun) -> bool:
+    return "params" in _sent(stage, run.schedule, run.world)
 
 
 def _holds_out(stage: Stage, world: World) -> bool:
@@ -151,15 +155,15 @@ def _trains(stage: Stage, world: World) -> bool:
 # what is missing and what to do.
 
 
-def _lacks_chain(setting: MeasuredRun) -> str:
-    if any(stage.sequential for stage in setting.stages):
+def _lacks_chain(run: MeasuredRun) -> str:
+    if any(stage.sequential for stage in run.stages):
         return ""
     return "it needs a chain of clients; set topology.kind = 'sequential'"
 
 
-def _lacks_models_side_by_side(setting: MeasuredRun) -> str:
-    parallel = [stage for stage in setting.stages if len(stage.clients) > 1]
-    if any(_sends_models(stage, setting) for stage in parallel):
+def _lacks_models_side_by_side(run: MeasuredRun) -> str:
+    parallel = [stage for stage in run.stages if len(stage.clients) > 1]
+    if any(_sends_models(stage, run) for stage in parallel):
         return ""
     return (
         "it needs two clients that send models in one stage; set topology.kind = 'parallel' and "
@@ -167,25 +171,25 @@ def _lacks_models_side_by_side(setting: MeasuredRun) -> str:
     )
 
 
-def _lacks_local_models(setting: MeasuredRun) -> str:
+def _lacks_local_models(run: MeasuredRun) -> str:
     """Clients must send models of one architecture, which can be compared."""
-    if not any(_sends_models(stage, setting) for stage in setting.stages):
+    if not any(_sends_models(stage, run) for stage in run.stages):
         return (
-            f"clients of method {setting.name} send no models; choose a method whose clients send "
-            "models"
+            f"clients of method {run.method_name} send no models; choose a method whose clients "
+            "send models"
         )
-    world = setting.world
+    world = run.world
     spec = world.model(SERVER)
     if any(world.model(client) != spec for client in range(world.clients)):
         return "it compares models, which must have the same architecture; remove clients.models"
     return ""
 
 
-def _lacks_uploads(setting: MeasuredRun) -> str:
+def _lacks_uploads(run: MeasuredRun) -> str:
     """Clients must send models, or logits of models whose client state is in this process."""
     groups: set[str] = set()
-    for stage in setting.stages:
-        groups |= _sent(stage, setting.schedule, setting.world)
+    for stage in run.stages:
+        groups |= _sent(stage, run.schedule, run.world)
     if "params" in groups:
         return ""
     if LOGITS not in groups:
@@ -193,15 +197,15 @@ def _lacks_uploads(setting: MeasuredRun) -> str:
         if groups:
             alternatives = f" but {', '.join(sorted(groups))}"
         return (
-            f"clients of method {setting.name} send neither models nor logits{alternatives}; "
+            f"clients of method {run.method_name} send neither models nor logits{alternatives}; "
             "choose a method whose clients send models or logits"
         )
-    if not isinstance(setting.schedule.method, SendsLogits):
+    if not isinstance(run.schedule.method, SendsLogits):
         return (
-            f"method {setting.name} does not define which logits clients send; define "
+            f"method {run.method_name} does not define which logits clients send; define "
             "sent_logits(logits)"
         )
-    if not setting.remembered:
+    if not run.remembered:
         return (
             "with engine = 'flower' the server has no access to the models behind logits; choose "
             "another engine"
@@ -209,42 +213,44 @@ def _lacks_uploads(setting: MeasuredRun) -> str:
     return ""
 
 
-def _lacks_single_model(setting: MeasuredRun) -> str:
-    if not setting.schedule.method.has_client_predictors:
+def _lacks_single_model(run: MeasuredRun) -> str:
+    if not run.schedule.method.has_client_predictors:
         return ""
     return (
-        f"it needs a single global model, but the server of method {setting.name} has several; "
+        f"it needs a single global model, but the server of method {run.method_name} has several; "
         "choose a method with one"
     )
 
 
-def _lacks_global_model(setting: MeasuredRun) -> str:
-    several_models = _lacks_single_model(setting)
+def _lacks_global_model(run: MeasuredRun) -> str:
+    several_models = _lacks_single_model(run)
     if several_models:
         return several_models
-    if setting.schedule.method.initial_state(setting.world).params:
+    if run.schedule.method.initial_state(run.world).params:
         return ""
-    return f"the server of method {setting.name} has no model; choose a method whose server has one"
+    return (
+        f"the server of method {run.method_name} has no model; choose a method whose server has one"
+    )
 
 
-def _lacks_features(setting: MeasuredRun) -> str:
-    spec = setting.world.model(SERVER)
+def _lacks_features(run: MeasuredRun) -> str:
+    spec = run.world.model(SERVER)
     if Need.FEATURES in contract.capabilities(spec):
         return ""
     return f"model {spec.label} has no features; it needs submodules body and head"
 
 
-def _lacks_plane(setting: MeasuredRun) -> str:
+def _lacks_plane(run: MeasuredRun) -> str:
     """Features must be two-dimensional, so that they can be drawn."""
-    spec = setting.world.model(SERVER)
+    spec = run.world.model(SERVER)
     width = contract.width(spec)
     if width == 2:
         return ""
     return f"model {spec.label} has {width} features instead of 2; set model.name = 'sphere_cnn'"
 
 
-def _lacks_queries(setting: MeasuredRun) -> str:
-    if anyone_asks(setting.world):
+def _lacks_queries(run: MeasuredRun) -> str:
+    if anyone_asks(run.world):
         return ""
     return (
         "it needs querying clients; set query.draw = 'single', 'multi' or 'all', or add a table "
@@ -252,14 +258,14 @@ def _lacks_queries(setting: MeasuredRun) -> str:
     )
 
 
-def _lacks_test(setting: MeasuredRun) -> str:
-    if setting.tested:
+def _lacks_test(run: MeasuredRun) -> str:
+    if run.tested:
         return ""
     return "it needs a common test set; set data.name, so that the server has one"
 
 
-def _lacks_test_at_clients(setting: MeasuredRun) -> str:
-    if setting.simulated:
+def _lacks_test_at_clients(run: MeasuredRun) -> str:
+    if run.simulated:
         return ""
     return (
         "clients compute it on the common test set, which real sites do not have; remove "
@@ -267,8 +273,8 @@ def _lacks_test_at_clients(setting: MeasuredRun) -> str:
     )
 
 
-def _lacks_client_data(setting: MeasuredRun) -> str:
-    if setting.simulated:
+def _lacks_client_data(run: MeasuredRun) -> str:
+    if run.simulated:
         return ""
     return (
         "it needs the clients' data, to which a server only has access in a simulation; remove "
@@ -276,15 +282,15 @@ def _lacks_client_data(setting: MeasuredRun) -> str:
     )
 
 
-def _lacks_epochs(setting: MeasuredRun) -> str:
-    if any(_trains(stage, setting.world) for stage in setting.stages):
+def _lacks_epochs(run: MeasuredRun) -> str:
+    if any(_trains(stage, run.world) for stage in run.stages):
         return ""
     return "it needs clients that train on their own data; set plan.epochs to 1 or more"
 
 
-def _lacks_held_out(setting: MeasuredRun) -> str:
+def _lacks_held_out(run: MeasuredRun) -> str:
     """There must be labelled examples on which no client trains."""
-    if setting.labelled or any(_holds_out(stage, setting.world) for stage in setting.stages):
+    if run.labelled or any(_holds_out(stage, run.world) for stage in run.stages):
         return ""
     return (
         "it needs held-out examples or labelled public examples; set plan.validation = 0.2, or "
@@ -292,21 +298,23 @@ def _lacks_held_out(setting: MeasuredRun) -> str:
     )
 
 
+# In the order in which needs are checked: "plane" needs a model with a body, so "features" comes
+# first.
 _CHECKS: Mapping[str, Callable[[MeasuredRun], str]] = {
     "chain": _lacks_chain,
-    "side_by_side": _lacks_models_side_by_side,
-    "local_models": _lacks_local_models,
-    "uploads": _lacks_uploads,
-    "no_client_predictors": _lacks_single_model,
-    "global_model": _lacks_global_model,
-    "features": _lacks_features,
-    "plane": _lacks_plane,
-    "queries": _lacks_queries,
-    "test": _lacks_test,
-    "test_at_clients": _lacks_test_at_clients,
     "client_data": _lacks_client_data,
     "epochs": _lacks_epochs,
+    "features": _lacks_features,
+    "global_model": _lacks_global_model,
     "held_out": _lacks_held_out,
+    "local_models": _lacks_local_models,
+    "no_client_predictors": _lacks_single_model,
+    "plane": _lacks_plane,
+    "queries": _lacks_queries,
+    "side_by_side": _lacks_models_side_by_side,
+    "test": _lacks_test,
+    "test_at_clients": _lacks_test_at_clients,
+    "uploads": _lacks_uploads,
 }
 
 NEEDS = frozenset(_CHECKS)

@@ -468,9 +468,9 @@ def missing_public_labels(run: PlannedRun) -> str:
 
 def unfit_measure(run: PlannedRun) -> str:
     """A measure with needs that the method, the networks or the data do not meet."""
-    setting = MeasuredRun(
+    measured_run = MeasuredRun(
         schedule=run.settings.schedule,
-        name=run.method_name,
+        method_name=run.method_name,
         stages=run.stages,
         world=run.world,
         simulated=not run.settings.on_sites,
@@ -478,7 +478,7 @@ def unfit_measure(run: PlannedRun) -> str:
         remembered=run.settings.engine != "flower",
         labelled=has_labelled_public_data(run),
     )
-    return unsuited_measures(run.measures, setting)
+    return unsuited_measures(run.measures, measured_run)
 
 
 # ---- the best round -----------------------------------------------------------------------------
