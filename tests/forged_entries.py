@@ -45,7 +45,7 @@ def made_on(entry: Entry, processor: str) -> None:
     told(entry, lambda tree: tree["made"].update(processor=processor))
 
 
-def sealed(entry: Entry) -> None:
+def with_digests(entry: Entry) -> None:
     """Make the digests those of the files that are there."""
     files = [p for p in sorted(entry.folder.rglob("*")) if p.is_file() and p.name != "entry.toml"]
     digests = {p.relative_to(entry.folder).as_posix(): digest(p.read_bytes()) for p in files}
@@ -70,7 +70,7 @@ def forged(entry: Entry, change: Callable[[Events], Events | None]) -> None:
             summary.write_text(
                 json.dumps(json.loads(summary.read_text()) | summary_from_journal(events), indent=1)
             )
-    sealed(entry)
+    with_digests(entry)
 
 
 def rounds(events: Events) -> Events:

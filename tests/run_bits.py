@@ -86,15 +86,15 @@ def before_round_1(folder: Path) -> Path:
     return folder
 
 
-def resealed(folder: Path, config: str) -> Path:
+def with_changed_config(folder: Path, config: str) -> Path:
     """The directory as of a finished run that began with another text of config.toml; without
     checkpoints, which know the journal.
     """
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     (folder / "config.toml").write_text(config)
-    journal, seal = folder / "journal.jsonl", digest(config.encode())
+    journal, sha256 = folder / "journal.jsonl", digest(config.encode())
     journal.write_text(
-        re.sub(r'(?<="config_sha256":")[0-9a-f]{64}', seal, journal.read_text(), count=1)
+        re.sub(r'(?<="config_sha256":")[0-9a-f]{64}', sha256, journal.read_text(), count=1)
     )
     return folder
 

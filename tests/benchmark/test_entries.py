@@ -20,13 +20,13 @@ from forged_entries import refusals, told
 RUN = "uneven/seed3"
 
 
-def rewritten(entry: Entry, name: str, old: str, new: str, sealed: bool = True) -> None:
+def rewritten(entry: Entry, name: str, old: str, new: str, with_digest: bool = True) -> None:
     """Change a file of the entry, and its digest with it: a forger can do both."""
     path = entry.folder / name
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1))
-    if sealed:
+    if with_digest:
         told(entry, lambda tree: tree["digests"].__setitem__(name, digest(path.read_bytes())))
 
 
@@ -79,7 +79,7 @@ def test_a_seed_more_is_refused(entry: Entry) -> None:
 
 
 def test_a_file_that_was_changed_after_the_entry_was_written_is_refused(entry: Entry) -> None:
-    rewritten(entry, f"{RUN}/journal.jsonl", '"accuracy":0.', '"accuracy":0.9', sealed=False)
+    rewritten(entry, f"{RUN}/journal.jsonl", '"accuracy":0.', '"accuracy":0.9', with_digest=False)
     assert f"{RUN}/journal.jsonl" in refusals(entry.folder)[0]
 
 

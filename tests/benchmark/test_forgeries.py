@@ -27,10 +27,10 @@ from forged_entries import (
     made_on,
     refusals,
     rounds,
-    sealed,
     shipped_copy,
     told,
     with_accuracy,
+    with_digests,
     with_losses,
 )
 
@@ -95,7 +95,7 @@ def swapped_seeds(entry: Entry, made: Path) -> None:
                     made / f"fedntd/{column}/seed{(seed + 1) % 5}/{name}",
                     entry.folder / f"{column}/seed{seed}",
                 )
-    sealed(entry)
+    with_digests(entry)
 
 
 def another_methods_journals(entry: Entry, made: Path) -> None:
@@ -105,7 +105,7 @@ def another_methods_journals(entry: Entry, made: Path) -> None:
                 made / "fedavg" / path.relative_to(entry.folder).with_name(name),
                 path.with_name(name),
             )
-    sealed(entry)
+    with_digests(entry)
 
 
 def losses_without_a_value(events: Events) -> None:
@@ -303,7 +303,7 @@ def test_a_journal_has_the_types_that_a_score_needs(
     events = [json.loads(line) for line in path.read_text().splitlines()]
     change(events)
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
-    sealed(entry)
+    with_digests(entry)
     (problem,) = refusals(entry.folder)
     assert "even/seed0" in problem
     assert field in problem
@@ -324,7 +324,7 @@ def cut(entry: Entry, place: str, done: int) -> None:
         entry,
         lambda tree: tree.__setitem__("diverged", {place: "its parameters' norm is too large"}),
     )
-    sealed(entry)
+    with_digests(entry)
 
 
 def test_a_run_that_is_cut_where_it_was_best_disagrees_in_a_replay(
@@ -340,12 +340,12 @@ def test_a_run_that_is_cut_where_it_was_best_disagrees_in_a_replay(
     path = entry.folder / "even/seed0/journal.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if '"event":"client","round":2,' not in line))
-    sealed(entry)
+    with_digests(entry)
     assert "even/seed0" in refusals(entry.folder)[0]
     told(entry, lambda tree: tree.__setitem__("diverged", {"even/seed1": "never"}))
     shutil.copytree(honest / "even", entry.folder / "even", dirs_exist_ok=True)
     (entry.folder / "even/seed1/summary.json").unlink()
-    sealed(entry)
+    with_digests(entry)
     assert "even/seed1" in refusals(entry.folder)[0]
 
 
@@ -374,7 +374,7 @@ def mine(entry: Entry, of: Callable[[int], str], **values: Any) -> None:
         "choice": choice,
     }
     told(entry, lambda tree: tree.update(new | values))
-    sealed(entry)
+    with_digests(entry)
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_scores_of_choosing_are_shares_of_three_seeds(choice: dict[str, Any], en
 def test_more_rounds_than_memory_holds_are_refused_first(entry: Entry) -> None:
     for path in entry.folder.rglob("config.toml"):
         path.write_text(path.read_text().replace("rounds = 2", "rounds = 1000000000000"))
-    sealed(entry)
+    with_digests(entry)
     (wrong,) = refusals(entry.folder)
     assert "rounds = 1000000000000" in wrong
 

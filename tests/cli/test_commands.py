@@ -14,7 +14,7 @@ import pytest
 
 import toys
 from fedstill.cli import call, main
-from run_bits import resealed
+from run_bits import with_changed_config
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_compare_goes_on_and_keeps_what_is_done(
     for config_there in Path("all").glob("*/*/config.toml"):
         text = config_there.read_text()
         # as written before there was such a key
-        resealed(config_there.parent, text.replace('device = "cpu"\n', ""))
+        with_changed_config(config_there.parent, text.replace('device = "cpu"\n', ""))
     assert call(words) == 0
     assert {p: json.loads(p.read_text())["seconds"] for p in seconds} == seconds
     assert call([*words, "-s", "rounds=3"]) == 2

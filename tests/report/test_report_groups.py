@@ -13,7 +13,7 @@ from fedstill.metrics.classification import METRICS
 from fedstill.report import data_split, series
 from fedstill.report.summary import COLUMNS, measured_columns, rounds_note
 from fedstill.running.runs import differing, group_labels, groups, split_text
-from run_bits import resealed
+from run_bits import with_changed_config
 
 
 def summaries(folder: Path, *names: str) -> list[dict[str, float]]:
@@ -80,7 +80,7 @@ def test_labels_name_what_differs_within_a_method(some_runs: Path) -> None:
     text = (some_runs / "avg8" / "config.toml").read_text()
     assert "alpha = 1.0" in text
     assert "lr = 0.2" in text
-    resealed(
+    with_changed_config(
         some_runs / "avg8",
         text.replace("alpha = 1.0", "alpha = 0.5").replace("lr = 0.2", "lr = 0.1"),
     )

@@ -23,7 +23,7 @@ from fedstill.report.series import Series
 from fedstill.running import runner
 from fedstill.running.runs import Spread, groups
 from pages import as_html, as_plotly, figures_in, sections_of
-from run_bits import resealed
+from run_bits import with_changed_config
 
 NASTY = "<script>alert(1)</script>"
 
@@ -205,7 +205,7 @@ def test_other_classes_and_rounds_stand_side_by_side(some_runs: Path, tmp_path: 
 def test_names_are_escaped(some_runs: Path, tmp_path: Path) -> None:
     for name in ("avg7", "avg8"):
         text = (some_runs / name / "config.toml").read_text()
-        resealed(some_runs / name, text.replace('name = "fedavg"', f"name = '{NASTY}'"))
+        with_changed_config(some_runs / name, text.replace('name = "fedavg"', f"name = '{NASTY}'"))
     assert NASTY not in page_of(some_runs, tmp_path)
     assert NASTY not in as_html(Label("#000000", NASTY, NASTY))
 

@@ -18,7 +18,7 @@ from fedstill.core.errors import ConfigError
 from fedstill.engines import devices
 from fedstill.export.loading import load_model
 from fedstill.running.runner import resume, run
-from run_bits import before_round_1, resealed, stopped
+from run_bits import before_round_1, stopped, with_changed_config
 
 LACKING = [
     ('device = "cuda"', "torch sees no CUDA device on this machine"),
@@ -48,7 +48,7 @@ def had(folder: Path, line: str) -> Path:
     lines = [line if old.startswith(f"{key} ") else old for old in config.read_text().splitlines()]
     assert line in lines
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    return resealed(folder, "\n".join(lines) + "\n")
+    return with_changed_config(folder, "\n".join(lines) + "\n")
 
 
 def test_a_model_is_loaded(ran: Path, lacking: tuple[str, str], tmp_path: Path) -> None:

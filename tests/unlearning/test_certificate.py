@@ -248,8 +248,8 @@ def test_the_command_checks(made: Path, copied: Path, capsys: pytest.CaptureFixt
     assert str(path) in capsys.readouterr().err
 
 
-def resealed(folder: Path, path: tuple[str, ...], value: object) -> None:
-    """Change an entry of a certificate as somebody does who knows how it is sealed."""
+def recertified(folder: Path, path: tuple[str, ...], value: object) -> None:
+    """Change an entry of a certificate, and adapt the SHA-256 of the certificate."""
     certificate = read(folder)
     table: Any = certificate
     for key in path[:-1]:
@@ -279,7 +279,7 @@ ENTRIES = [
 def test_a_strangers_certificate_is_refused_in_one_line(
     path: tuple[str, ...], value: object, copied: Path
 ) -> None:
-    resealed(copied / "exact", path, value)
+    recertified(copied / "exact", path, value)
     with pytest.raises(CorruptFile, match=path[0]):
         check_certificate(copied / "exact")
 
@@ -298,15 +298,15 @@ def test_a_strangers_measurements_are_left_out(name: str, copied: Path) -> None:
     value = NO_MEASUREMENTS[name]
     entries = [value, {"unlearned": value}, {"unlearned": {"test": value}}]
     for accuracy in entries:
-        resealed(copied / "exact", ("measurements",), {"accuracy": accuracy})
+        recertified(copied / "exact", ("measurements",), {"accuracy": accuracy})
         assert not verification_table([read_certificate(copied / "exact")]).rows
 
 
 def test_the_request_and_the_strategy_are_those_of_the_config(copied: Path) -> None:
     check_certificate(copied / "tuned")
-    resealed(copied / "tuned", ("strategy", "name"), "retraining")
+    recertified(copied / "tuned", ("strategy", "name"), "retraining")
     with pytest.raises(CorruptFile, match="strategy"):
         check_certificate(copied / "tuned")
-    resealed(copied / "exact", ("request", "clients"), [CLIENT, CLIENT + 1])
+    recertified(copied / "exact", ("request", "clients"), [CLIENT, CLIENT + 1])
     with pytest.raises(CorruptFile, match="request"):
         check_certificate(copied / "exact")

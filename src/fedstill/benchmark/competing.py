@@ -46,7 +46,7 @@ from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Stage
 from fedstill.running.compare import Variant
 from fedstill.running.explain import local_steps
-from fedstill.running.journal import Event, read_journal, without_times
+from fedstill.running.journal import CONFIG, JOURNAL, Event, read_journal, without_times
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
 
@@ -253,7 +253,7 @@ def _execute_rehearsals(
 
 
 def _comparable_journal(variant: Variant) -> list[Event]:
-    return [without_times(event) for event in read_journal(variant.folder / "journal.jsonl")]
+    return [without_times(event) for event in read_journal(variant.folder / JOURNAL)]
 
 
 def _check_rehearsed_settings(suite: Suite, row: str, variant: Variant) -> None:
@@ -265,7 +265,7 @@ def _check_rehearsed_settings(suite: Suite, row: str, variant: Variant) -> None:
     without_row = replace(suite, recipe=replace(suite.recipe, rows=rows), choices_from=None)
     stand_in_suite = without_row.with_row(row, "fedavg", [{}], suite.added_topology(row))
     stand_in = _rehearsal(stand_in_suite, row, {"rounds": variant.settings.rounds}, Path())
-    config = with_relative_paths(read_file(variant.folder / "config.toml").decode())
+    config = with_relative_paths(read_file(variant.folder / CONFIG).decode())
     try:
         check_settings_of_new_method(config, stand_in, Path(file).name, {})
     except CorruptFile as error:
@@ -439,7 +439,7 @@ def _time_rounds(suite: Suite, batch: int) -> Timing:
     with tempfile.TemporaryDirectory(prefix="fedstill-timed-") as folder:
         (variant,) = suite.recipe.variants([cell], TEST_SEEDS[:1], changes, Path(folder))
         run(variant.experiment, variant.folder)
-        events = read_journal(variant.folder / "journal.jsonl")
+        events = read_journal(variant.folder / JOURNAL)
     timed = [event for event in events if event.get("round", 0) > 1]
     rounds = [event for event in timed if event["event"] == "round"]
     training = [_training_seconds(event) for event in rounds]

@@ -51,13 +51,13 @@ from fedstill.core.registry import names as registered_names
 from fedstill.core.user_modules import code_named_by, trust_code_of, trust_content
 from fedstill.running.compare import Variant
 from fedstill.running.directory import packs_below, readable
-from fedstill.running.journal import CONFIG_SHA256, Event, without_times
+from fedstill.running.journal import CONFIG, CONFIG_SHA256, JOURNAL, SUMMARY, Event, without_times
 from fedstill.running.result import summary_from_journal
 from fedstill.running.same_run import processor, software
 from fedstill.running.split_file import SPLIT
 
 ENTRY_FILE = "entry.toml"
-RUN_FILES = ("config.toml", "journal.jsonl", "summary.json", SPLIT)
+RUN_FILES = (CONFIG, JOURNAL, SUMMARY, SPLIT)
 
 MAX_FILE_BYTES = 32 << 20
 """The size of the largest file that an entry may contain."""
@@ -151,7 +151,7 @@ def path_of(run: Variant) -> str:
 
 def planned_rounds(folder: Path) -> int:
     """The number of rounds in a run's config, of an entry. Raises CorruptFile."""
-    path = folder / "config.toml"
+    path = folder / CONFIG
     try:
         return _rounds_in(read_file(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -240,24 +240,24 @@ def trust_entry(folder: Path) -> None:
 
 def _run_files(folder: Path) -> Iterator[tuple[str, bytes]]:
     """The name and contents of each file of a run, as an entry keeps them."""
-    config = read_file(folder / "config.toml")
+    config = read_file(folder / CONFIG)
     entered_config = with_relative_paths(config.decode()).encode()
-    yield "config.toml", entered_config
+    yield CONFIG, entered_config
     yield SPLIT, read_file(folder / SPLIT)
 
     # The journal names the digest of its config.
-    journal = read_file(folder / "journal.jsonl")
+    journal = read_file(folder / JOURNAL)
     journal = journal.replace(digest(config).encode(), digest(entered_config).encode(), 1)
     lines = []
     for line in journal.split(b"\n")[:-1]:
         event = without_wall_times(json.loads(line))
         lines.append(json.dumps(event, separators=(",", ":")).encode() + b"\n")
-    yield "journal.jsonl", b"".join(lines)
+    yield JOURNAL, b"".join(lines)
 
-    summary = folder / "summary.json"
+    summary = folder / SUMMARY
     if summary.is_file():
         numbers = without_wall_times(json.loads(read_file(summary)))
-        yield "summary.json", json.dumps(numbers, indent=1).encode()
+        yield SUMMARY, json.dumps(numbers, indent=1).encode()
 
 
 def with_relative_paths(config: str) -> str:
@@ -502,9 +502,9 @@ def _check_run(entry: Entry, run: Variant) -> None:
     """Check a run's settings, its journal, its split, and that its summary follows from these."""
     path = path_of(run)
     folder = entry.folder / path
-    _check_settings(entry, run, read_file(folder / "config.toml").decode())
+    _check_settings(entry, run, read_file(folder / CONFIG).decode())
 
-    events = read_events(folder / "journal.jsonl")
+    events = read_events(folder / JOURNAL)
     _check_journal(events, run.settings.rounds, diverged=path in entry.diverged)
     score = score_of(folder, run.settings.rounds)
     if not (0 <= score.accuracy <= 1 and 0 <= score.learned <= 1):
@@ -513,7 +513,7 @@ def _check_run(entry: Entry, run: Variant) -> None:
         raise CorruptFile(f"{SPLIT} is not the split that journal.jsonl names")
 
     if path not in entry.diverged:
-        summary = json.loads(read_file(folder / "summary.json").decode())
+        summary = json.loads(read_file(folder / SUMMARY).decode())
         _check_summary(summary, summary_from_journal(events))
 
 

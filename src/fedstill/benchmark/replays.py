@@ -46,7 +46,7 @@ from fedstill.core.keys import numpy_generator, seed_for
 from fedstill.core.reports import json_value
 from fedstill.report.table_files import TextTable
 from fedstill.running.compare import Variant, seeded
-from fedstill.running.journal import Event, without_times
+from fedstill.running.journal import JOURNAL, Event, without_times
 from fedstill.running.preparation import read_data
 from fedstill.running.same_run import comparable_start, processor, software
 
@@ -202,7 +202,7 @@ def _nudged(run: Variant, step: float) -> Variant:
 
 def comparable_events(folder: Path, rounds: int) -> list[Event]:
     """The events of a run's first rounds in order, without times and versions."""
-    start, *events = read_events(folder / "journal.jsonl")
+    start, *events = read_events(folder / JOURNAL)
     in_rounds = [event for event in events if event.get("round", 0) <= rounds]
     return [comparable_start(start), *map(without_times, in_rounds)]
 

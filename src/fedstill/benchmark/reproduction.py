@@ -20,7 +20,7 @@ from fedstill.metrics.ranks import Difference, paired_difference
 from fedstill.report import terminal
 from fedstill.report.summary import COLUMNS, NONE, package_notes
 from fedstill.running.compare import Variant
-from fedstill.running.journal import is_finished
+from fedstill.running.journal import JOURNAL, SUMMARY, is_finished
 from fedstill.running.runs import Run, Spread, differing, read_run, spread, value_text
 from fedstill.running.same_run import other_settings, settings_by_key
 
@@ -106,7 +106,7 @@ class RecipeRuns:
 
 
 def _read_summary(folder: Path) -> Summary:
-    summary: Summary = json.loads(read_file(folder / "summary.json").decode())
+    summary: Summary = json.loads(read_file(folder / SUMMARY).decode())
     return summary
 
 
@@ -234,7 +234,7 @@ def _published_level(recipe: Recipe, cell: Cell, measure: str) -> str:
 def _unfinished_lines(runs: RecipeRuns, cell: Cell) -> Iterator[str]:
     """A line for each run of a cell that has begun and is not finished."""
     for variant in runs.variants_of(cell):
-        has_begun = (variant.folder / "journal.jsonl").is_file()
+        has_begun = (variant.folder / JOURNAL).is_file()
         if has_begun and not is_finished(variant.folder):
             yield _unfinished_line(cell[0], read_run(variant.folder))
 

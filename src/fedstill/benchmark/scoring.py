@@ -20,7 +20,7 @@ from fedstill.core.errors import CorruptFile, Diverged, Interrupted, RunsFailed,
 from fedstill.metrics import tasks as task_metrics
 from fedstill.metrics.accuracy import Values
 from fedstill.running.compare import Outcome, Variant
-from fedstill.running.journal import Event, read_journal
+from fedstill.running.journal import JOURNAL, Event, read_journal
 from fedstill.running.numbers import RunNumbers
 
 ROUNDS_PER_ROW = 5
@@ -109,7 +109,7 @@ def score_of(folder: Path, planned_rounds: int) -> Score:
     If the run diverged, the rounds that are missing count as its last one. Raises CorruptFile for a
     journal that cannot be scored.
     """
-    journal = folder / "journal.jsonl"
+    journal = folder / JOURNAL
     events = read_events(journal)
     try:
         return score_of_events(events, planned_rounds)

@@ -27,6 +27,7 @@ from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.metrics import ranks as rank_metrics
 from fedstill.metrics.accuracy import Values
 from fedstill.metrics.ranks import Difference, paired_difference
+from fedstill.running.journal import JOURNAL
 from fedstill.running.runs import Spread, spread
 
 NOT_REPLAYED = "not replayed"
@@ -388,7 +389,7 @@ def row_of(entry: Entry, suite: Suite, status: str = NOT_REPLAYED) -> RankedRow:
         scores[key] = score_of(folder, planned_rounds(folder))
         if run_path(*key) in entry.diverged:
             diverged[key] = entry.diverged[run_path(*key)]
-        accuracies = task_rows(read_events(folder / "journal.jsonl"))
+        accuracies = task_rows(read_events(folder / JOURNAL))
         if accuracies:
             tasks[key] = [[round(value, TASK_DIGITS) for value in row] for row in accuracies]
     return RankedRow(

@@ -34,7 +34,7 @@ from fedstill.running.checkpoint import Checkpoints, StoredMemory
 from fedstill.running.client_data import reading_like
 from fedstill.running.directory import SUFFIX, readable, settings_of, trust_run
 from fedstill.running.driver import remote_engine
-from fedstill.running.journal import STOP_REASON
+from fedstill.running.journal import CONFIG, JOURNAL, STOP_REASON
 from fedstill.running.model_files import FINAL, body_of, read_final
 from fedstill.running.result import Result
 from fedstill.running.same_run import RunIdentity
@@ -75,7 +75,7 @@ def load_model(
     if trust_code:
         trust_run(folder)
     settings = settings_of(folder)
-    events = journals.read_journal(folder / "journal.jsonl")
+    events = journals.read_journal(folder / JOURNAL)
     if not events:
         raise ConfigError(
             f"{folder} has no model yet: it stopped before it began; run `fedstill resume "
@@ -290,7 +290,7 @@ def _last_checkpoint(folder: Path) -> _Checkpoint:
 
 def _checkpoints(folder: Path) -> Checkpoints:
     """The checkpoints of a run, without the clients' states, which may be on other machines."""
-    return Checkpoints(folder / "checkpoints", digest(read_file(folder / "config.toml")))
+    return Checkpoints(folder / "checkpoints", digest(read_file(folder / CONFIG)))
 
 
 def _checkpoint_after(folder: Path, events: Sequence[journals.Event], round: int) -> _Checkpoint:

@@ -36,7 +36,7 @@ from fedstill.querying.rules import rule_of, with_known_queries
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.directory import code_of_run, settings_of
 from fedstill.running.extensions import Extensions, run_context
-from fedstill.running.journal import is_finished
+from fedstill.running.journal import CONFIG, is_finished
 from fedstill.running.model_files import read_model
 from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.world import RunWorld
@@ -238,7 +238,7 @@ def _local_models(folder: Path) -> LocalModels:
         raise ConfigError(
             f"{folder} is not finished; run `fedstill resume {in_shell(folder)}` before the query"
         )
-    config = digest(read_file(folder / "config.toml"))
+    config = digest(read_file(folder / CONFIG))
     restored = Checkpoints(folder / "checkpoints", config, folder / "memory").latest()
     models: dict[int, Tensors] = {}
     if restored is not None:

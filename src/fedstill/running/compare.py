@@ -640,8 +640,8 @@ process that has imported them.
 class _Pool:
     """A pool that executes up to ``size`` runs in parallel.
 
-    ``card``: the only CUDA card that they see, by its name in ``CUDA_VISIBLE_DEVICES``; empty if
-    they see those of this process. ``running``: the number of runs under way.
+    ``card``: the only CUDA card that its processes see, by its name in ``CUDA_VISIBLE_DEVICES``;
+    empty if they see those of this process. ``running``: the number of runs in progress.
     """
 
     executor: ProcessPoolExecutor

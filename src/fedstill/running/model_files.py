@@ -254,7 +254,7 @@ def start_model_of(
     return StartModel(params, new, left_out)
 
 
-def sent_start(params: Tensors, spec: ModelSpec) -> StartModel:
+def sent_start_model(params: Tensors, spec: ModelSpec) -> StartModel:
     """The initial model of a run that a server sent to a client.
 
     Raises Refused unless it has exactly the entries of the network, and all numbers are finite.

@@ -49,10 +49,10 @@ def start_run(directory: Path) -> Path | None:
 
     None if it started from no model, or from a file that is in no run's directory.
     """
-    place = read_toml(directory / CONFIG).get("start_from", "")
-    if not place:
+    source = read_toml(directory / CONFIG).get("start_from", "")
+    if not source:
         return None
-    path = Path(place).resolve()
+    path = Path(source).resolve()
     if path.is_file():
         path = path.parent
     if not _has_events(path):
@@ -548,16 +548,16 @@ def settings_but_seed(settings: Mapping[str, Any], start: Mapping[str, Any]) -> 
     return shared
 
 
-def _without_seed(place: str) -> str:
+def _without_seed(source: str) -> str:
     """The name of a run in a path to its model: without the file and the folder of its seed."""
     parts = [
         part
-        for part in PurePath(place).parts
+        for part in PurePath(source).parts
         if part != "model.safetensors" and not re.fullmatch(r"seed\d+", part)
     ]
     if parts:
         return parts[-1]
-    return place
+    return source
 
 
 def _shared_settings(run: Configured) -> dict[str, Any]:

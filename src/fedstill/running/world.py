@@ -24,7 +24,7 @@ from fedstill.engines.vectorised import MAX_STACK, StageWork, VectorisedEngine
 from fedstill.models import contract
 from fedstill.models.building import ADDED, hold
 from fedstill.models.predictors import predictor
-from fedstill.running.model_files import StartModel, sent_start, start_model_of
+from fedstill.running.model_files import StartModel, sent_start_model, start_model_of
 
 T = TypeVar("T")
 
@@ -140,7 +140,7 @@ def with_start_model(settings: Settings, world: RunWorld, sent: Tensors | None =
             settings.start_from, spec, lambda: world.initial(SERVER), settings.start_from_partial
         )
     else:
-        start = sent_start(sent, spec)
+        start = sent_start_model(sent, spec)
     if settings.train_only:
         return _holding(settings.train_only, world, start)
     return replace(world, _initial={spec: start.params}, start=start)

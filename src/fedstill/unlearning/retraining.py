@@ -76,7 +76,7 @@ class Retraining(Strategy):
             return None
         return StartPoint(
             state=restored.state,
-            memory=restored.state_files,
+            state_files=restored.state_files,
             events=_events_before(original, restored),
         )
 

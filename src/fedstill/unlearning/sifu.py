@@ -90,13 +90,13 @@ class Sifu(Strategy):
         """The model of an early round, with noise."""
         number = self.rollback(original, request).round
         state = noised(_state_after(original, number), prepared, self.sigma)
-        memory: Mapping[int, tuple[str, str]] = {}
+        state_files: Mapping[int, tuple[str, str]] = {}
         restored = _checkpoint_after(original, number)
         if restored is not None:
-            memory = restored.state_files
+            state_files = restored.state_files
         return StartPoint(
             state=replace(state.without(ANSWERED), round=number + 1, stage=0),
-            memory=memory,
+            state_files=state_files,
             events=_events_through(original, number),
         )
 

@@ -218,13 +218,13 @@ def replies_without(result: StageResult, clients: Sequence[int]) -> list[Reply]:
 class StartPoint:
     """Where the new run starts.
 
-    ``state``: before its first round. ``memory``: by client, the memory file of the original run
-    that holds what the client remembers, and its SHA-256. ``events``: of the original journal up to
-    there, without the event ``start``.
+    ``state``: before its first round. ``state_files``: by client, the file of its state in the
+    original run, and the file's SHA-256. ``events``: of the original journal up to there, without
+    the event ``start``.
     """
 
     state: State
-    memory: Mapping[int, tuple[str, str]]
+    state_files: Mapping[int, tuple[str, str]]
     events: Sequence[Event]
 
 
@@ -424,6 +424,6 @@ def continued(original: OriginalRun, prepared: Prepared, state: State | None = N
     ]
     return StartPoint(
         state=replace(state.without(ANSWERED), round=original.last_round + 1, stage=0),
-        memory=original.last_checkpoint.state_files,
+        state_files=original.last_checkpoint.state_files,
         events=events,
     )

@@ -302,19 +302,19 @@ def _write_start(
     config = prepared.settings.toml.encode()
     write_whole(folder / CONFIG, config)
     trust_content(config)
-    restored = Restored(start.state, dict(start.memory), EMPTY_MARK)
+    restored = Restored(start.state, dict(start.state_files), EMPTY_MARK)
     with closing(Driver(prepared, folder, Quiet())) as driver:
         driver.begin_from(restored, start.events)
 
 
 def _copy_memory(original: OriginalRun, folder: Path, start: StartPoint) -> None:
     """Copy what clients remember at the start point."""
-    if not start.memory:
+    if not start.state_files:
         return
     make_folder(folder / "memory")
     write_together(
         (folder / "memory" / name, read_verified(original.folder / "memory" / name, sha))
-        for name, sha in start.memory.values()
+        for name, sha in start.state_files.values()
     )
 
 
