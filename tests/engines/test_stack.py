@@ -361,7 +361,7 @@ def test_an_infinite_term_after_a_clients_end_is_not_in_its_loss() -> None:
     """A client that has ended repeats its first example in the following steps."""
     nothing = torch.zeros(2, 2, dtype=torch.int64)
     first = Batch(
-        index=nothing,
+        positions=nothing,
         rows=nothing,
         mask=None,
         epoch=torch.zeros(2),
