@@ -19,9 +19,9 @@ from fedstill.config.experiment import KEYS, Experiment
 from fedstill.config.settings import as_toml
 from fedstill.core.errors import ConfigError, CorruptFile, UnknownName
 from fedstill.core.records import Stage
-from fedstill.data.sources import load_dataset
+from fedstill.data.sources import from_tensors, load_dataset
 from fedstill.models.contract import initial, spec_for
-from fedstill.querying.answers import ClientChanges, answer_query, with_new_data
+from fedstill.querying.answers import ClientChanges, answer_query, read_new_data, with_new_data
 from fedstill.running.journal import read_journal
 from fedstill.running.model_files import read_model, save_model
 from fedstill.running.preparation import prepare
@@ -300,6 +300,74 @@ def test_a_later_query_goes_on_from_the_model_of_the_one_before_with_new_data(
         local, 0, [other], changes=short, client_changes=ClientChanges(new_data=new)
     )
     assert alone.before != second.before, "from another model"
+
+
+PATIENTS = "age,income,label\n" + "".join(
+    f"{40 + i % 30},{30000 + 1000 * (i % 17)},{'abc'[i % 3]}\n" for i in range(120)
+)
+MORE_PATIENTS = "income,note,age,label\n" + "".join(
+    f"{31000 + 900 * i},7,{age},{'abc'[i % 3]}\n"
+    for i, age in enumerate([50, "", 61, 55, "", 70, "", 44, 58, "", 49, 52, "", 47, ""])
+)
+
+
+def table_run(folder: Path, **standardise: Any) -> Path:
+    """A run of three clients on a table with ages and incomes."""
+    (folder / "patients.csv").write_text(PATIENTS)
+    (folder / "more.csv").write_text(MORE_PATIENTS)
+    return trained(
+        folder / "run",
+        epochs=1,
+        data={"name": str(folder / "patients.csv"), "missing": "mean", **standardise},
+        model={"name": "mlp", "hidden": (4,)},
+        partition={"kind": "pathological", "classes_per_client": 2},
+        topology={"clients": 3},
+    )
+
+
+@pytest.mark.parametrize(
+    "standardise",
+    [{}, {"standardise": "own"}, {"mean": (50.0, 40000.0), "std": (10.0, 5000.0)}],
+    ids=["pooled", "own", "declared"],
+)
+def test_new_rows_of_a_table_are_read_and_scaled_like_those_of_the_run(
+    standardise: dict[str, Any], tmp_path: Path
+) -> None:
+    prepared = prepare(settings_of(table_run(tmp_path, **standardise)))
+    new = read_new_data(prepared, tmp_path / "more.csv")
+    assert new.about.features == ("age", "income")
+    scaled = with_new_data(prepared, 1, new).sites.train.values[-len(new.train) :]
+
+    scaler = prepared.scaler
+    moments = scaler
+    if scaler.by_client is not None:
+        moments = scaler.by_client[1]
+    expected = (new.train.values.double() - torch.tensor(moments.mean)) / torch.tensor(moments.std)
+    assert bool(expected.isnan().any()), "a value is missing"
+    assert torch.allclose(scaled.double(), expected.nan_to_num(0.0), atol=1e-4)
+
+
+def test_the_command_reads_new_rows_with_the_columns_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = table_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    absent = str(Result.of(folder).label_counts()[1].tolist().index(0))
+    tokens = ["query", str(folder), "--client", "1", "--classes", absent, "--new-data", "more.csv"]
+    few = [w for k, v in CHANGES.items() for w in ("-s", f"{k}={v}")]
+    assert call([*tokens, *few]) == 0
+    assert "with 12 new examples" in capsys.readouterr().out
+
+
+def test_new_rows_with_other_inputs_are_refused(tmp_path: Path) -> None:
+    prepared = prepare(settings_of(table_run(tmp_path)))
+    reversed_columns = load_dataset(tmp_path / "patients.csv", columns=("income", "age"))
+    with pytest.raises(ConfigError, match="income, age, but those of the run are age, income"):
+        with_new_data(prepared, 0, reversed_columns)
+    values = reversed_columns.train.values
+    vectors = from_tensors("vectors", (values, reversed_columns.train.labels))
+    with pytest.raises(ConfigError, match="are vectors, but those of the run are rows of a table"):
+        with_new_data(prepared, 0, vectors)
 
 
 @pytest.mark.parametrize("kind", ["options in a table", "frozen entries"])

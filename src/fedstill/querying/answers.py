@@ -23,7 +23,8 @@ from fedstill.core.method import Method
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import Examples, ModelSpec, Payload, Stage, State, Tensors, many
 from fedstill.core.rounds import run_round
-from fedstill.data.dataset import Dataset
+from fedstill.data.dataset import Dataset, DatasetInfo
+from fedstill.data.sources import load_dataset
 from fedstill.data.views import Division, SiteViews
 from fedstill.engines.passes import correct_by_class
 from fedstill.methods.fit import FIT, probed, queries_of
@@ -34,6 +35,7 @@ from fedstill.querying.hooks import query_reasons
 from fedstill.querying.queries import QueryTable, Why, picked
 from fedstill.querying.rules import rule_of, with_known_queries
 from fedstill.running.checkpoint import Checkpoints
+from fedstill.running.client_data import reading_like
 from fedstill.running.directory import code_of_run, settings_of
 from fedstill.running.extensions import Extensions, run_context
 from fedstill.running.journal import CONFIG, is_finished
@@ -49,18 +51,12 @@ class ClientChanges:
     """What has changed at the client since the run.
 
     ``student``: the file of its current model; None for its model in the run. ``new_data``: a data
-    set whose training examples it has in addition.
+    set whose training examples it has in addition, not scaled; or its name or path, and then it is
+    read like the data of the run.
     """
 
     student: Path | None = None
-    new_data: Dataset | None = None
-
-    @property
-    def examples(self) -> int:
-        """The number of new examples."""
-        if self.new_data is None:
-            return 0
-        return len(self.new_data.train)
+    new_data: Dataset | str | Path | None = None
 
 
 @dataclass(frozen=True)
@@ -73,18 +69,10 @@ class LocalModels:
     sizes: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class CurrentClients:
-    """A run with a client's changes: its data, and the current models of all clients."""
-
-    prepared: Prepared
-    local: LocalModels
-
-
-def current_clients(
+def current_models(
     prepared: Prepared, folder: Path, client: int, changes: ClientChanges
-) -> CurrentClients:
-    """The clients of a run at the time of a query.
+) -> LocalModels:
+    """The local models of a run, and the current model of a client.
 
     Raises ConfigError for a client without a model, and for a student with another network.
     """
@@ -93,10 +81,7 @@ def current_clients(
         raise ConfigError(f"client {client} trained no model in {folder}")
     if changes.student is not None:
         local.models[client] = _student(prepared, client, changes)
-    if changes.new_data is not None:
-        prepared = with_new_data(prepared, client, changes.new_data)
-        local.models[client] = retrained(prepared, prepared.settings.method, local, client)
-    return CurrentClients(prepared, local)
+    return local
 
 
 def _student(prepared: Prepared, client: int, changes: ClientChanges) -> Tensors:
@@ -138,20 +123,31 @@ class ViewsWithNewData(SiteViews):
         return Division(torch.cat([old, len(old) + new.train]), len(old) + new.held_out)
 
 
-def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
-    """The run with the training examples of a data set added to a client's data.
+def read_new_data(prepared: Prepared, new_data: Dataset | str | Path) -> Dataset:
+    """A client's new data; a name or a path is read with the columns, categories and other options
+    of the run's data.
+    """
+    if isinstance(new_data, Dataset):
+        return new_data
+    name = str(new_data)
+    if name.endswith(".py") or ":" in name:
+        # A user's function has no reading options.
+        return load_dataset(name)
+    data = prepared.settings.data
+    reading = reading_like(data, prepared.dataset.about)
+    if reading and data.label_column:
+        reading["label_column"] = data.label_column
+    return load_dataset(name, **reading, **data.images)
 
-    Raises ConfigError if their shape or classes do not match the run.
+
+def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
+    """The run with the training examples of a data set added to a client's data, scaled like them.
+
+    Raises ConfigError if their form or classes do not match the run.
     """
     sites = prepared.sites
     classes = prepared.dataset.classes
-    shape = tuple(new.train.values.shape[1:])
-    run_shape = tuple(sites.train.values.shape[1:])
-    if shape != run_shape:
-        raise ConfigError(
-            f"new data {new.name}: the examples have shape {shape}, but those of the run have "
-            f"{run_shape}"
-        )
+    _check_form(prepared, new)
     unknown = [c for c in new.classes if c not in classes]
     if unknown:
         raise ConfigError(
@@ -159,7 +155,8 @@ def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
             f"{', '.join(classes)}"
         )
     ids = torch.tensor([classes.index(c) for c in new.classes], dtype=torch.int64)
-    further = Examples(new.train.values, ids[new.train.labels.cpu()])
+    unscaled = Examples(new.train.values, ids[new.train.labels.cpu()])
+    further = prepared.scaler.transform_client(client, unscaled)
     train = Examples(sites.train.values, sites.train.labels) + further
     assert sites.split is not None  # queries are answered in simulations
     split = sites.split.with_examples(client, len(sites.train) + np.arange(len(further)))
@@ -168,6 +165,42 @@ def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
     views |= {"train": train, "split": split}
     changed = ViewsWithNewData(**views, changed_client=client, new_examples=len(further))
     return replace(prepared, sites=changed)
+
+
+def _check_form(prepared: Prepared, new: Dataset) -> None:
+    """Raise ConfigError if new data have another shape, kind or vocabulary, or other inputs, than
+    the data of the run.
+    """
+    shape = new.input_shape
+    run_shape = tuple(prepared.sites.train.values.shape[1:])
+    if shape != run_shape:
+        raise ConfigError(
+            f"new data {new.name}: the examples have shape {shape}, but those of the run have "
+            f"{run_shape}"
+        )
+    about = prepared.dataset.about
+    remedy = "pass the path of their file, which is read like the data of the run"
+    if (new.about.kind, new.vocabulary) != (about.kind, about.vocabulary):
+        raise ConfigError(
+            f"new data {new.name}: the examples are {_kind_in_words(new.about)}, but those of the "
+            f"run are {_kind_in_words(about)}; {remedy}"
+        )
+    # Data from tensors have no names of inputs.
+    if about.features and new.about.features != about.features:
+        raise ConfigError(
+            f"new data {new.name}: the inputs are {_names_of_inputs(new.about)}, but those of the "
+            f"run are {_names_of_inputs(about)}; {remedy}"
+        )
+
+
+def _kind_in_words(about: DatasetInfo) -> str:
+    if about.vocabulary:
+        return f"{about.many} of {about.vocabulary:,} token ids"
+    return about.many
+
+
+def _names_of_inputs(about: DatasetInfo) -> str:
+    return ", ".join(about.features)[:200] or "without names"
 
 
 def retrained(prepared: Prepared, method: Method, local: LocalModels, client: int) -> Tensors:
@@ -346,21 +379,27 @@ def answer_query(
         settings = resolve(_experiment(folder, client, query, changes or {}))
         prepared = prepare_again(settings, folder, data)
         external = tuple(_external_teacher(path, prepared) for path in teachers)
-        clients = current_clients(prepared, folder, client, client_changes)
-    prepared = clients.prepared
-    models = clients.local.models
+        local = current_models(prepared, folder, client, client_changes)
     method = prepared.settings.method
     assert isinstance(method, QKT)
+
+    # The user names the new data, so their code may run even if the run's code may not.
+    new_examples = 0
+    if client_changes.new_data is not None:
+        new_data = read_new_data(prepared, client_changes.new_data)
+        new_examples = len(new_data.train)
+        prepared = with_new_data(prepared, client, new_data)
+        local.models[client] = retrained(prepared, method, local, client)
 
     reasons_by_class: dict[int, Why] = {}
     classes = queries_of(prepared.world).get(client, ())
     if isinstance(query, Mapping):
-        reasons_by_class = query_by_rule(prepared, client, models[client])
+        reasons_by_class = query_by_rule(prepared, client, local.models[client])
         classes = tuple(reasons_by_class)
     prepared = with_query(prepared, client, classes)
     world = _world(prepared, external)
 
-    all_models = dict(models)
+    all_models = dict(local.models)
     for index, teacher in enumerate(external):
         all_models[world.run_clients + index] = teacher.params
     probe = {
@@ -369,10 +408,10 @@ def answer_query(
         if candidate != client
     }
     used = [candidate for candidate, mean in probe.items() if method.useful(mean, classes)]
-    student = models[client]
+    student = local.models[client]
     if used:
-        local = LocalModels(all_models, clients.local.sizes)
-        student = _student_models(prepared, world, method, local)[client]
+        candidates = LocalModels(all_models, local.sizes)
+        student = _student_models(prepared, world, method, candidates)[client]
 
     spec = world.model(client)
     shares = {c: prepared.sites.label_shares(c) for c in range(world.run_clients)}
@@ -386,12 +425,12 @@ def answer_query(
         teachers=used,
         label_shares=shares[client],
         teacher_label_shares={c: share for c, share in shares.items() if c != client},
-        before=_accuracies(prepared, spec, models[client]),
+        before=_accuracies(prepared, spec, local.models[client]),
         after=_accuracies(prepared, spec, student),
         model=spec,
         params=student,
         why=reasons_by_class,
-        new=client_changes.examples,
+        new=new_examples,
     )
 
 

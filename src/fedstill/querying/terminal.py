@@ -249,8 +249,8 @@ def query(  # noqa: PLR0913 - the options of the command query
         need: For the reason need: the classes that it will need, by number or name, e.g. 7,9.
         student: The file of the client's current model, e.g. from an earlier query. By default, its
             model in the run.
-        new_data: A data set or folder with new examples of the client, on which it first trains
-            alone.
+        new_data: A data set, file or folder with new examples of the client, on which it first
+            trains alone. They are read and standardised like the data of the run.
         teachers: Files of further models that can be teachers, in addition to the run's clients.
         out: The file for the student's model. By default, one in the working directory.
         set_: A value of QKT or of its plans, e.g. -s method.query_weight=2 -s
@@ -260,7 +260,6 @@ def query(  # noqa: PLR0913 - the options of the command query
     """
     from fedstill.config.overrides import parse_overrides
     from fedstill.core.files import MODEL, check_may_overwrite
-    from fedstill.data.sources import load_dataset
     from fedstill.querying.answers import ClientChanges, answer_query
     from fedstill.report import terminal
     from fedstill.running.directory import trust_run
@@ -281,16 +280,13 @@ def query(  # noqa: PLR0913 - the options of the command query
             request["needs"] = {str(student_number): tuple(parse_class_numbers(run, need))}
     else:
         request = parse_class_numbers(run, classes)
-    new = None
-    if new_data:
-        new = load_dataset(new_data)
     answer = answer_query(
         run,
         student_number,
         request,
         changes=parse_overrides(set_),
         teachers=[Path(teacher) for teacher in teachers],
-        client_changes=ClientChanges(student, new),
+        client_changes=ClientChanges(student, new_data),
     )
     screen = terminal.console()
     for renderable in answer_tables(answer):
