@@ -229,6 +229,20 @@ def test_over_flower_it_is_the_same(how: str, tmp_path: Path) -> None:
     assert last[0] == last[1]
 
 
+@needs_flower
+def test_over_flower_the_counts_of_flipped_labels_are_accepted(tmp_path: Path) -> None:
+    changes = {
+        "engine": "flower",
+        "plan.validation": 0.2,
+        "measure": ["local", "personal", "private_public"],
+    }
+    run(attacked("label_flip").with_values(changes, "test"), tmp_path / "run", data=toys.blobs())
+    events = read_journal(tmp_path / "run/journal.jsonl")
+    reports = [event for event in events if event["event"] == "client"]
+    assert len(reports) == 5
+    assert not any("refused" in event for event in reports)
+
+
 @pytest.mark.parametrize("validation", [0.0, 0.2])
 def test_who_turns_labels_round_counts_them_so_whether_or_not_some_are_held_out(
     validation: float,

@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KnownCounts:
-    """The server's knowledge of a client's data: the number of examples by class (C,) in three
-    sets, each None if unknown.
+    """The server's knowledge of a client's data: the number of examples by class (C,) in its sets,
+    each None if unknown.
 
-    ``train``: the client's training set, unknown for real sites. ``test``: the common test set.
+    ``examples``: the client's examples, unknown for real sites. ``train``: the same with the labels
+    on which the client trains; an attacker may have flipped them. ``test``: the common test set.
     ``public``: the public set. ``tasks``: the number of the run's tasks. ``may_be_idle``: whether a
     client may have no data, like real sites in a run with tasks.
     """
 
+    examples: Sequence[int] | None = None
     train: Sequence[int] | None = None
     test: Sequence[int] | None = None
     public: Sequence[int] | None = None
@@ -175,7 +177,7 @@ def false_claim(examples: int, fields: Mapping[str, Any], known_counts: KnownCou
         _false_own(examples, fields, known_counts.train)
         or _false_tests(fields, known_counts.test)
         or _false_tasks(fields, known_counts.tasks)
-        or _false_counts("private", fields, known_counts.train)
+        or _false_counts("private", fields, known_counts.examples)
         or _false_counts("public", fields, known_counts.public)
     )
 

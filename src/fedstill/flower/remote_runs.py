@@ -402,9 +402,15 @@ def known_counts_of(prepared: Prepared) -> Callable[[int, int], KnownCounts]:
 
     test = _counts_by_class(sites.common_test, classes)
     public = _counts_by_class(sites.public, classes)
-    return lambda client, round: KnownCounts(
-        sites.label_counts(client, round).tolist(), test, public
-    )
+
+    def known_counts(client: int, round: int) -> KnownCounts:
+        examples = sites.label_counts(client, round).tolist()
+        train = examples
+        if client in sites.flipped:
+            train = examples[::-1]
+        return KnownCounts(examples=examples, train=train, test=test, public=public)
+
+    return known_counts
 
 
 def _counts_by_class(examples: Examples | None, classes: int) -> list[int] | None:
