@@ -177,11 +177,21 @@ def test_of_a_loss_the_smallest_is_the_best() -> None:
 
 def test_a_round_without_a_score_is_no_better_one() -> None:
     rule = RoundRule("accuracy", True, StopTable.read({"patience": 2, "target": 0.5}, "stop"))
-    first = rule.after(Standing(), 1, None)
-    assert first.best is None
-    assert not rule.reason_to_stop(first, None)
-    assert rule.reason_to_stop(rule.after(first, 2, None), None)
-    assert rule.after(first, 2, 0.4).best == 2
+    first = rule.after(Standing(), 1, 0.4)
+    second = rule.after(first, 2, None)
+    assert second.best == 1
+    assert not rule.reason_to_stop(second, None)
+    assert rule.reason_to_stop(rule.after(second, 3, None), None)
+
+
+def test_rounds_before_the_first_score_do_not_use_up_patience() -> None:
+    rule = RoundRule("accuracy", True, StopTable.read({"patience": 1}, "stop"))
+    second = rule.after(rule.after(Standing(), 1, None), 2, None)
+    assert not rule.reason_to_stop(second, None)
+    third = rule.after(second, 3, 0.4)
+    assert third.best == 3
+    assert not rule.reason_to_stop(third, 0.4)
+    assert rule.reason_to_stop(rule.after(third, 4, None), None)
 
 
 def test_a_score_that_is_no_number_is_none_in_the_journal(
@@ -191,7 +201,7 @@ def test_a_score_that_is_no_number_is_none_in_the_journal(
 
     monkeypatch.setattr(selection.ServerScore, "__call__", lambda self, result, fields: math.nan)
     result = run(toys.toy(plan=HELD_OUT, stop={"patience": 2}), tmp_path / "run", toys.blobs())
-    assert scores(result) == [None, None]
+    assert scores(result) == [None, None, None]
     assert result.summary["best_round"] is None
     with pytest.raises(ConfigError, match="score"):
         load_model(result, round="best")
@@ -263,6 +273,28 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_trained(
     with pytest.raises(FedstillError, match=key):
         run(toys.toy(**changes), tmp_path / "run", toys.blobs())
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "stage"),
+    [
+        ({"method": "ft_fedavg"}, "finetune"),
+        ({"method": "ccvr"}, "statistics"),
+        ({"method": "metafed"}, "personalise"),
+        ({"topology": {"clients": 6, "last": "ridge"}}, "ridge"),
+    ],
+)
+def test_a_run_that_may_miss_its_last_stages_is_refused(
+    changes: dict[str, Any], stage: str, tmp_path: Path
+) -> None:
+    plan = {"epochs": 1, "validation": 0.2}
+    experiment = toys.toy(**{"plan": plan, "stop": {"patience": 2}, **changes})
+    with pytest.raises(ConfigError, match=rf"stage '{stage}'.*remove \[stop\]"):
+        run(experiment, tmp_path / "run", toys.blobs())
+    assert not (tmp_path / "run").exists()
+
+    one_round = experiment.with_values({"rounds": 1}, "test")
+    assert run(one_round, tmp_path / "one", toys.blobs()).summary["rounds"] == 1
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ import torch
 from fedstill import manifest
 from fedstill.config.settings import Settings
 from fedstill.config.stages import SHARED_STAGES
+from fedstill.continual.task_test import TEST_STAGES
 from fedstill.core.aggregation import ROBUST
 from fedstill.core.capabilities import OF_NETWORKS, Need, Permit
 from fedstill.core.errors import (
@@ -484,6 +485,22 @@ def unfit_measure(run: PlannedRun) -> str:
 # ---- the best round -----------------------------------------------------------------------------
 
 
+def unreached_stage(run: PlannedRun) -> str:
+    """A stage after the last round only, which a run that stops early never reaches."""
+    last_round = run.settings.rounds
+    # Round 1 may have other stages than the rounds after it.
+    round_before = run.settings.schedule(max(1, last_round - 1), run.world)
+    earlier_names = {stage.name for stage in [*run.first_round, *round_before]}
+
+    for stage in run.settings.schedule(last_round, run.world):
+        if stage.name not in earlier_names | TEST_STAGES:
+            return (
+                f"stage {stage.name!r} of method {run.method_name} takes place after the last "
+                "round only, and [stop] may end the run before; remove [stop]"
+            )
+    return ""
+
+
 def missing_selection_data(run: PlannedRun) -> str:
     """Rounds that would be compared on data that the run lacks."""
     selection_data(run.settings, run.sites, run.stage_names)  # raises ConfigError
@@ -626,6 +643,7 @@ RULES: tuple[Rule[PlannedRun], ...] = (
     Rule(averages_robustly, forbidden_robust_mean),
     Rule(averages_robustly, too_few_compared),
     Rule(lambda run: run.settings.keep_updates, unknown_updates, ConfigError),
+    Rule(lambda run: run.settings.stop.is_active, unreached_stage, ConfigError),
     Rule(lambda run: run.settings.selects_round, missing_selection_data, ConfigError),
     Rule(lambda run: run.settings.engine == "vectorised", unstackable_clients, ConfigError),
 )

@@ -105,13 +105,16 @@ class RoundRule:
         score: float | None,
         accuracy: float | None = None,
     ) -> Standing:
-        """The standing after one more round. A round without a score is not an improvement.
+        """The standing after one more round. A round without a score is not an improvement, and
+        rounds before the first score do not count as waited.
 
         >>> rule = RoundRule("log_loss", larger_is_better=False)
         >>> first = rule.after(Standing(), 1, 0.5)
         >>> rule.after(first, 2, 0.4).best, rule.after(first, 2, 0.6).waited
         (2, 1)
         """
+        if score is None and standing.best is None:
+            return standing
         later = replace(standing, waited=standing.waited + 1)
         if score is None:
             return later
