@@ -239,6 +239,40 @@ def test_moments_do_without_the_forgotten_rows(standardise: str, tmp_path: Path)
     assert same_bits(new.result.model, reference.model)
 
 
+@pytest.mark.parametrize("standardise", ["pooled", "summed", "own"])
+def test_each_model_is_measured_in_the_scale_of_its_own_run(
+    standardise: str, tmp_path: Path
+) -> None:
+    """One client records in other units, so the mean changes much when it is forgotten."""
+    data = table()
+    owners = torch.arange(120) // 20
+    values = data.train.values.clone()
+    values[owners == 3] = 1000 * values[owners == 3] + 5000
+    train = replace(data.train, values=values, owners=owners)
+    data = replace(data, train=train, about=replace(data.about, owners=tuple("abcdef")))
+    experiment = toys.toy(
+        "fedavg",
+        rounds=3,
+        topology={"clients": 6, "sampled": 6},
+        partition={"kind": "column", "column": "ward"},
+        data={"standardise": standardise},
+    )
+    run(experiment, tmp_path / "run", data)
+    request = UnlearningRequest(clients=(3,))
+    strategy = strategy_named("retraining", {})
+    new = unlearn(tmp_path / "run", request, strategy, tmp_path / "new", data=data, exact=None)
+    measured = new.certificate["measurements"]["accuracy"]
+    if standardise == "own":
+        assert measured["unlearned"].keys() == {"forgotten", "remaining"} | {
+            f"{name}_by_class" for name in ("forgotten", "remaining")
+        }
+        return
+    for name in ("original", "unlearned"):
+        folder = tmp_path / {"original": "run", "unlearned": "new"}[name]
+        last = [event for event in events(folder) if event["event"] == "round"][-1]
+        assert measured[name]["test"] == pytest.approx(last["accuracy"])
+
+
 def owned_blobs() -> Dataset:
     """Blobs that belong to six owners."""
     data = toys.blobs()

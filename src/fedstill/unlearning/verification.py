@@ -34,10 +34,12 @@ from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import Predict, outputs_by_example
 from fedstill.metrics.accuracy import share_of
 from fedstill.metrics.membership import attack, auc_interval, confidences
+from fedstill.running.client_data import split_data
 from fedstill.running.journal import JOURNAL, read_journal
-from fedstill.running.preparation import Prepared
 from fedstill.running.replay import checkpoints_of
 from fedstill.running.result import Result
+from fedstill.running.split_file import stored_split
+from fedstill.running.standardisation import Scaler
 from fedstill.unlearning.request import UnlearningRequest
 from fedstill.unlearning.strategy import OriginalRun
 
@@ -201,7 +203,8 @@ def relative(cost: Mapping[str, float], reference: Mapping[str, float]) -> dict[
 
 @dataclass(frozen=True)
 class ExampleSets:
-    """The examples on which models are compared.
+    """The examples on which models are compared, as they are stored: without scaling, unless each
+    client has a mean and a standard deviation of its own.
 
     ``test``: the common test set, if there is one.
     """
@@ -213,35 +216,47 @@ class ExampleSets:
     @classmethod
     def of(cls, original: OriginalRun, request: UnlearningRequest) -> ExampleSets:
         """The training examples of a run that a request names, and all others."""
-        sites = original.prepared.sites
-        split = sites.split
-        assert split is not None  # real sites were rejected
-        is_forgotten = torch.from_numpy(request.forgets(split, sites.train.labels.cpu().numpy()))
+        prepared = original.prepared
+        split = original.split
+        train = prepared.sites.train
+        test = prepared.sites.common_test
+        if prepared.scaler.by_client is None:
+            stored = stored_split(original.folder)
+            data = split_data(prepared.settings, prepared.dataset, stored)
+            train = data.train
+            if test is not None:
+                test = data.test
+        is_forgotten = torch.from_numpy(request.forgets(split, original.labels))
         positions = torch.from_numpy(split.positions)
         return cls(
-            forgotten=sites.train.take(positions[is_forgotten]),
-            remaining=sites.train.take(positions[~is_forgotten]),
-            test=sites.common_test,
+            forgotten=train.take(positions[is_forgotten]),
+            remaining=train.take(positions[~is_forgotten]),
+            test=test,
         )
 
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A run's final model, which can predict examples in the scale of its own run."""
+    """A run's final model, which scales examples as its own run did.
+
+    A run that has forgotten rows of a table computed its mean and standard deviation without them.
+    """
 
     params: Tensors
     predict: Predict
     inputs: Inputs
+    scaler: Scaler
 
     @classmethod
-    def of(cls, folder: Path, prepared: Prepared) -> MeasuredModel | None:
-        """The final model of the run in a directory; None if no model answers for all clients,
-        because each has its own.
+    def of(cls, run: OriginalRun) -> MeasuredModel | None:
+        """The final model of a run; None if no model answers for all clients, because each has its
+        own.
         """
-        restored = checkpoints_of(folder).latest()
+        restored = checkpoints_of(run.folder).latest()
         if restored is None:
-            raise CorruptFile(f"{folder} has no checkpoints; put them back, or train it again")
-        state = replace(restored.state, params=Result.of(folder).model)
+            raise CorruptFile(f"{run.folder} has no checkpoints; put them back, or train it again")
+        state = replace(restored.state, params=Result.of(run.folder).model)
+        prepared = run.prepared
         method = prepared.settings.method
         predictors = method.predictors(state, prepared.world)
         if not predictors or method.client_predictors(state, prepared.world):
@@ -249,11 +264,12 @@ class MeasuredModel:
         name, predict = next(iter(predictors.items()))
         if of_some_clients(name):
             return None
-        return cls(state.params, predict, prepared.sites.inputs)
+        return cls(state.params, predict, prepared.sites.inputs, prepared.scaler)
 
     def logits(self, examples: Examples) -> Tensor:
-        """Logits (n, C)."""
-        return outputs_by_example(self.predict, examples, self.inputs).logits
+        """Logits (n, C) of examples as they are stored."""
+        scaled = self.scaler.transform(examples)
+        return outputs_by_example(self.predict, scaled, self.inputs).logits
 
 
 # ---- measurements --------------------------------------------------------------------------------
@@ -277,12 +293,12 @@ def measurements(
     """
     if original.settings.on_sites:
         return journal_measurements(original, folder, request)
-    folders = {"original": original.folder, "unlearned": folder}
+    runs = {"original": original, "unlearned": OriginalRun.of(folder, original.data)}
     if exact is not None:
-        folders["exact"] = exact
+        runs["exact"] = OriginalRun.of(exact, original.data)
     models: dict[str, MeasuredModel] = {}
-    for name, place in folders.items():
-        model = MeasuredModel.of(place, original.prepared)
+    for name, run in runs.items():
+        model = MeasuredModel.of(run)
         if model is None:
             return journal_measurements(original, folder, request, exact)
         models[name] = model
