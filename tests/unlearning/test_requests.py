@@ -97,6 +97,23 @@ def test_names_in_another_unicode_form_and_with_spaces_are_found(
     assert forgotten <= {0, 1, 2, 3, 4, 5}
 
 
+def test_a_patient_with_public_rows_is_not_forgotten_in_part(
+    visits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = load(visits / "run.toml").with_values(
+        {"data.public": 8, "data.standardise": "none"}, "test"
+    )
+    run(experiment, tmp_path / "run")
+    public = OriginalRun.of(tmp_path / "run").prepared.sites.public
+    assert public is not None
+    numbers = {(int(age) - 20) // 3 for age in public.values[:, 0]} - set(ODD_NAMES)
+    (tmp_path / "patients.txt").write_text(f"P{min(numbers)}\n", encoding="utf-8")
+    options = ["--examples", tmp_path / "patients.txt", "--column", "patient"]
+    assert unlearned(tmp_path / "run", *options, "--out", tmp_path / "new") == 2
+    assert "the public set" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_positions_in_a_file(visits: Path, tmp_path: Path) -> None:
     (tmp_path / "positions.txt").write_text("3\n1\n3\n", encoding="utf-8")
     options = ["--examples", tmp_path / "positions.txt", "--out", tmp_path / "new"]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import toys
 from fedstill.config.experiment import Experiment
+from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.records import World
 from fedstill.core.registry import register
 from fedstill.core.topology import Parallel
@@ -181,6 +182,26 @@ def test_forgotten_examples_are_in_no_client_s_data(
     assert not positions & forgotten
     assert positions | forgotten == set(range(len(labels)))
     assert not same_bits(result.model, Result.of(folder).model)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_forgotten_class_is_not_in_the_public_set(hidden: bool, tmp_path: Path) -> None:
+    """FedMD's clients first train on the labels of the public set."""
+    name = "dsfl" if hidden else "fedmd"
+    data = {"public": 40, "public_labels": not hidden}
+    folder = trained(toys.toy(name, rounds=2, data=data), tmp_path / "run")
+    request = UnlearningRequest(classes=(2,))
+    retrained(folder, request, tmp_path / "new")
+    before = OriginalRun.of(folder, toys.blobs()).prepared.sites
+    after = OriginalRun.of(tmp_path / "new", toys.blobs()).prepared.sites
+    assert before.public is not None
+    assert after.public is not None
+    assert len(after.public) < len(before.public) == 40
+    if not hidden:
+        assert 2 in before.public.labels
+        assert 2 not in after.public.labels
+    with pytest.raises(IncompatibleMethod, match="public set"):
+        unlearn(folder, request, strategy_named("fine_tuning", {}), data=toys.blobs())
 
 
 @pytest.mark.parametrize("name", ["fedadkd", "dsfl"])

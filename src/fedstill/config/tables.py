@@ -45,7 +45,7 @@ from fedstill.metrics.classification import ACCURACY, SelectionData
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedstill.core.records import Plan
+    from fedstill.core.records import Examples, Plan
     from fedstill.core.rounds import Schedule
     from fedstill.data.client_split import ClientSplit
 
@@ -601,6 +601,10 @@ class PackageTable(Table):
     def changed_split(self, split: ClientSplit, labels: Tensor) -> ClientSplit:
         """Which client has which training examples. ``labels``: (n,), of all training examples."""
         return split
+
+    def changed_public(self, public: Examples) -> Examples:
+        """The public set. Labels are -1 where they are unknown."""
+        return public
 
 
 @functools.cache

@@ -103,7 +103,7 @@ def set_public_apart(settings: Settings, dataset: Dataset, train: Examples) -> P
     data = settings.data
     if data.public_from == TRAIN:
         split = _from_training_set(settings, train)
-        return replace(split, public=_with_labels_hidden(settings, split.public))
+        return replace(split, public=_as_methods_see_it(settings, split.public))
     form = ExampleForm(
         shape=dataset.input_shape,
         classes=len(dataset.classes),
@@ -116,7 +116,7 @@ def set_public_apart(settings: Settings, dataset: Dataset, train: Examples) -> P
         public = _noise(settings, form)
     else:
         public = _from_elsewhere(settings, form, data.public_from, data.folder)
-    return PublicSplit(train, _with_labels_hidden(settings, public))
+    return PublicSplit(train, _as_methods_see_it(settings, public))
 
 
 def public_copy(settings: Settings, copy: str, form: ExampleForm) -> Examples | None:
@@ -133,7 +133,7 @@ def public_copy(settings: Settings, copy: str, form: ExampleForm) -> Examples | 
         public = load_dataset(copy, **form.reading).train
     elif copy:
         public = _from_elsewhere(settings, form, copy, "")
-    return _with_labels_hidden(settings, public)
+    return _as_methods_see_it(settings, public)
 
 
 def reading_like(data: DataTable, about: DatasetInfo) -> dict[str, Any]:
@@ -162,9 +162,15 @@ def reading_like(data: DataTable, about: DatasetInfo) -> dict[str, Any]:
     return {field.name: getattr(form, field.name) for field in fields(form)}
 
 
-def _with_labels_hidden(settings: Settings, public: Examples | None) -> Examples | None:
-    """The public set as methods see it: without labels if ``data.public_labels`` is false."""
-    if public is None or settings.data.public_labels:
+def _as_methods_see_it(settings: Settings, public: Examples | None) -> Examples | None:
+    """The public set without the examples that outer packages remove, and without labels if
+    ``data.public_labels`` is false.
+    """
+    if public is None:
+        return None
+    for table in settings.packages.values():
+        public = table.changed_public(public)
+    if settings.data.public_labels:
         return public
     return _unlabelled(public.values)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
@@ -21,7 +22,7 @@ from fedstill.config.tables import PackageTable
 from fedstill.config.validation import schema_of_record, validated, wrong_value
 from fedstill.core.errors import UnknownName
 from fedstill.core.fields import Count, CountOrZero
-from fedstill.core.records import Plan
+from fedstill.core.records import Examples, Plan
 from fedstill.core.rounds import Schedule
 from fedstill.data.client_split import ClientSplit
 from fedstill.manifest import Part
@@ -269,6 +270,18 @@ class UnlearningTable(PackageTable):
         if not len(changed.positions):
             raise wrong_value(TABLE, "names all training examples, and one must remain")
         return changed
+
+    def changed_public(self, public: Examples) -> Examples:
+        """The public set without the forgotten classes, if the run starts at its own beginning.
+
+        Raises WrongConfig if no example remains.
+        """
+        if not self.classes or not self.rule.is_exact:
+            return public
+        is_forgotten = torch.isin(public.labels.cpu(), torch.tensor(self.classes))
+        if bool(is_forgotten.all()):
+            raise wrong_value(TABLE, "names the classes of all public examples; one must remain")
+        return public.take((~is_forgotten).nonzero().flatten())
 
 
 def check_config(settings: Settings) -> None:

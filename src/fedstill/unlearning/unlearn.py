@@ -32,7 +32,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.data.sources import load_dataset
 from fedstill.running import runner
 from fedstill.running.checkpoint import UPDATE_SHA256, UPDATES, Restored, read_verified, update_file
-from fedstill.running.client_data import set_public_apart, subset, training_and_test_sets
+from fedstill.running.client_data import NOISE, set_public_apart, subset, training_and_test_sets
 from fedstill.running.directory import new_directory
 from fedstill.running.driver import Driver
 from fedstill.running.journal import CONFIG, EMPTY_MARK, JOURNAL
@@ -224,6 +224,13 @@ def _check(original: OriginalRun, request: UnlearningRequest, strategy: Strategy
             f"{original.folder} has already unlearned something, and {name} needs a run that has "
             "not; name both requests for the original run, or use retraining"
         )
+    sites = original.prepared.sites
+    may_be_public = sites.public is not None and original.settings.data.public_from != NOISE
+    if request.classes and may_be_public and not strategy.is_exact:
+        raise IncompatibleMethod(
+            f"the public set may have examples of class {request.classes[0]}, and {name} continues "
+            "with the same public set; use --strategy retraining, which removes them"
+        )
     _check_start_models(original, request)
     strategy.check(original, request)
 
@@ -392,11 +399,12 @@ def positions_of_values(
         # Its advice names keys of the config.
         problem = str(error).rpartition("; ")[0] or str(error)
         raise ConfigError(f"--column {column}: {problem}") from error
-    train, _ = training_and_test_sets(settings, dataset)
-    train = subset(train, settings.data.train_size, "train_size")
-    train = set_public_apart(settings, dataset, train).train
+    trainable, _ = training_and_test_sets(settings, dataset)
+    trainable = subset(trainable, settings.data.train_size, "train_size")
+    train = set_public_apart(settings, dataset, trainable).train
     _check_same(original, train, column)
     assert train.owners is not None  # they have been asked for
+    assert trainable.owners is not None
 
     # Names can be in another Unicode form, and tables can have spaces around them.
     names = [nfc(name).strip() for name in dataset.about.owners]
@@ -408,6 +416,13 @@ def positions_of_values(
     if not positions:
         raise ConfigError(
             f"--examples: no training example has one of these values of column {column!r}"
+        )
+    public = int(torch.isin(trainable.owners, wanted).sum()) - len(positions)
+    if public:
+        raise ConfigError(
+            f"--examples: the public set, which data.public took from the training set, has "
+            f"{public} of the examples with these values of column {column!r}, and no strategy "
+            "removes them; train again with a public set from another source"
         )
     return tuple(positions)
 
