@@ -13,8 +13,9 @@ import torch
 import toys
 from fedstill.cli import call
 from fedstill.config.experiment import Experiment
-from fedstill.core.errors import CorruptFile
+from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import digest
+from fedstill.running.journal import read_journal
 from fedstill.running.result import Result
 from fedstill.running.runner import run
 from fedstill.unlearning.certificate import (
@@ -146,6 +147,72 @@ def test_clients_with_models_of_their_own_are_measured_by_the_journals(
     assert measured["accuracy"] == {"original": {}, "unlearned": {}, "exact": {}}
     assert measured["cost"]["relative_to_exact"]["bytes"] == 1
     assert call(["unlearn", str(tmp_path / "second"), "--check"]) == 0
+
+
+def test_a_round_in_which_the_client_leaves_is_not_said_to_be_without_its_data(
+    tmp_path: Path,
+) -> None:
+    experiment = toys.toy("fedavg", rounds=2, keep_updates=True, topology={"clients": 6})
+    run(experiment, tmp_path / "run", toys.blobs())
+    new = unlearn(
+        tmp_path / "run",
+        UnlearningRequest(clients=(CLIENT,)),
+        strategy_named("gradient_ascent", {"repair_rounds": 2}),
+        tmp_path / "new",
+        data=toys.blobs(),
+    )
+    first = new.certificate["rounds"]["first"]
+    acting = {
+        event["round"]
+        for event in read_journal(tmp_path / "new" / "journal.jsonl")
+        if event["event"] == "client" and event["client"] == CLIENT
+    }
+    assert max(acting) == first - 1 == 3
+
+
+def test_an_exact_result_is_of_the_same_request_and_run(made: Path, tmp_path: Path) -> None:
+    """It is checked before anything is trained."""
+    request = UnlearningRequest(clients=(CLIENT,))
+    retraining = strategy_named("retraining", {})
+    other = UnlearningRequest(clients=(CLIENT + 1,))
+    unlearn(made / "run", other, retraining, tmp_path / "other", data=toys.blobs())
+    seed = toys.toy("fedavg", rounds=2, keep_checkpoints_every=1, seed=8)
+    run(seed, tmp_path / "seed", toys.blobs())
+    unlearn(tmp_path / "seed", request, retraining, tmp_path / "seed exact", data=toys.blobs())
+    wrong = {
+        made / "run": "has forgotten nothing",
+        tmp_path / "other": f"has forgotten client {CLIENT + 1}",
+        made / "tuned": "fine_tuning, which is not exact",
+        tmp_path / "seed exact": "another value of seed",
+    }
+    tuning = strategy_named("fine_tuning", {"repair_rounds": 1})
+    for exact, reason in wrong.items():
+        with pytest.raises(ConfigError, match=reason):
+            unlearn(made / "run", request, tuning, tmp_path / "new", exact=exact, data=toys.blobs())
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_intact_certificate_keeps_its_measurements(copied: Path) -> None:
+    def again(**options: Path) -> object:
+        new = unlearn(
+            copied / "run",
+            UnlearningRequest(clients=(CLIENT,)),
+            strategy_named("fine_tuning", {"repair_rounds": 1}),
+            copied / "tuned",
+            data=toys.blobs(),
+            **options,
+        )
+        return new.certificate["measurements"]
+
+    again(exact=copied / "exact")
+    before = (copied / "tuned" / CERTIFICATE).read_bytes()
+    measured = again()
+    assert isinstance(measured, dict)
+    assert "distance_to_exact" in measured
+    assert (copied / "tuned" / CERTIFICATE).read_bytes() == before
+    (copied / "tuned" / CERTIFICATE).write_bytes(before[:-9])
+    again()
+    assert check_certificate(copied / "tuned").original_checked
 
 
 def test_retraining_has_distance_zero_to_itself(made: Path, tmp_path: Path) -> None:

@@ -365,6 +365,16 @@ CHAIN = toys.toy("fedseq", rounds=2, topology={"clients": 6, "sampled": 3}, keep
 UNSUITABLE: dict[str, tuple[Experiment, str, str]] = {
     "a chain": (CHAIN, "federaser", "chain"),
     "state at the server": (toys.toy("scaffold", rounds=1, keep_updates=True), "sifu", "control"),
+    "states of clients": (
+        toys.toy("moon", rounds=1, keep_updates=True),
+        "sifu",
+        "states from round to round",
+    ),
+    "entries without noise": (
+        toys.toy("fedavg", rounds=1, model="toy_batchnorm", keep_updates=True),
+        "sifu",
+        "running_mean",
+    ),
     "a server stage": (
         toys.toy("feddf", rounds=1, data={"public": 30}, keep_updates=True),
         "federaser",

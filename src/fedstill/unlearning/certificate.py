@@ -64,7 +64,7 @@ def write_certificate(
             "options": dict(table.options),
             **strategy.statement(original, request),
         },
-        "rounds": _rounds(original, folder),
+        "rounds": _rounds(original, folder, strategy.farewell_stage),
         "original": {"folder": str(original.folder.resolve()), **file_digests(original.folder)},
         "unlearned": file_digests(folder),
         "measurements": measurements(original, folder, request, exact, backdoor),
@@ -91,11 +91,17 @@ def _canonical(certificate: Mapping[str, Any]) -> bytes:
     return json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _rounds(original: OriginalRun, folder: Path) -> dict[str, int]:
-    """The first and the last round in which clients trained anew; the events before them are those
-    of the original journal.
+def _rounds(original: OriginalRun, folder: Path, farewell_stage: str) -> dict[str, int]:
+    """The first and the last round in which clients trained without the forgotten data; the events
+    before them are those of the original journal.
+
+    In the stage ``farewell_stage``, a forgotten client trains on its data a last time.
     """
-    trained = [event["round"] for event in new_client_events(original.folder, folder)]
+    trained = [
+        event["round"]
+        for event in new_client_events(original.folder, folder)
+        if event["name"] != farewell_stage
+    ]
     events = read_journal(folder / JOURNAL)
     last = max(event["round"] for event in events if event["event"] == "round")
     return {"first": min(trained, default=last + 1), "last": last}

@@ -37,6 +37,7 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Interval
 
+from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.extensions import Event
 from fedstill.core.fields import Positive
 from fedstill.core.keys import generator, seed_for
@@ -76,8 +77,23 @@ class Sifu(Strategy):
     """The factor B by which a difference of two models can grow in a round; 1: convex losses."""
 
     def check(self, original: OriginalRun, request: UnlearningRequest) -> None:
-        """Raise IncompatibleMethod or ConfigError unless clients' models are averaged and kept."""
+        """Raise IncompatibleMethod or ConfigError unless clients' models are averaged and kept, and
+        the noise covers everything that depends on the forgotten data.
+        """
         check_averages(original, "sifu")
+        if original.last_checkpoint.state_files:
+            raise IncompatibleMethod(
+                "sifu adds noise to the server's model only, and the clients of this run keep "
+                "states from round to round; use another --strategy"
+            )
+        trained = trainable_names(original.prepared.world.model(SERVER))
+        initial = original.settings.method.initial_state(original.prepared.world).params
+        for name, value in original.final_state.params.items():
+            if name not in trained and not torch.equal(value, initial[name]):
+                raise IncompatibleMethod(
+                    f"sifu adds noise to trained entries only, and {name} depends on the data, "
+                    "too; use another --strategy"
+                )
 
     def rounds(self, original: OriginalRun, request: UnlearningRequest) -> NewRounds:
         """From the round to which the run goes back to its last round; at least one."""
@@ -90,13 +106,9 @@ class Sifu(Strategy):
         """The model of an early round, with noise."""
         number = self.rollback(original, request).round
         state = noised(_state_after(original, number), prepared, self.sigma)
-        state_files: Mapping[int, tuple[str, str]] = {}
-        restored = _checkpoint_after(original, number)
-        if restored is not None:
-            state_files = restored.state_files
         return StartPoint(
             state=replace(state.without(ANSWERED), round=number + 1, stage=0),
-            state_files=state_files,
+            state_files={},
             events=_events_through(original, number),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 from fedstill.config.experiment import Experiment, from_tree
 from fedstill.config.resolve import resolve
 from fedstill.config.settings import Settings, written_plan
-from fedstill.core.errors import ConfigError, DataError, IncompatibleMethod
+from fedstill.core.errors import ConfigError, CorruptFile, DataError, IncompatibleMethod
 from fedstill.core.fields import nfc
 from fedstill.core.files import (
     make_folder,
@@ -40,8 +40,13 @@ from fedstill.running.preparation import Prepared, prepare, reading_options
 from fedstill.running.recording import Progress, Quiet
 from fedstill.running.result import Result
 from fedstill.running.runs import lineage
-from fedstill.unlearning.certificate import write_certificate
-from fedstill.unlearning.request import STRATEGIES, TABLE, UnlearningRequest
+from fedstill.unlearning.certificate import check_certificate, write_certificate
+from fedstill.unlearning.request import (
+    STRATEGIES,
+    TABLE,
+    UnlearningRequest,
+    UnlearningTable,
+)
 from fedstill.unlearning.strategy import NewRounds, OriginalRun, StartPoint, Strategy
 from fedstill.unlearning.verification import Backdoor
 
@@ -94,16 +99,54 @@ def carry_out(
     backdoor: Backdoor | None = None,
     watch: Progress | None = None,
 ) -> Unlearned:
-    """Unlearn as planned; the arguments are those of ``unlearn``."""
+    """Unlearn as planned; the arguments are those of ``unlearn``.
+
+    The certificate of a finished unlearning is kept, unless there is something more to measure.
+    """
     folder = out or plan.default_folder
+    if exact is not None:
+        _check_exact(plan, exact)
     if plan.is_begun(folder):
         result = runner.resume(folder, plan.original.data, watch=watch)
+        if exact is None and backdoor is None:
+            # An intact certificate may have measurements that this call would not repeat.
+            with suppress(CorruptFile):
+                return Unlearned(result, check_certificate(folder).content)
     else:
         result = _begin(plan, folder, watch)
     certificate = write_certificate(
         plan.original, folder, plan.request, plan.strategy, exact=exact, backdoor=backdoor
     )
     return Unlearned(result, certificate)
+
+
+COMPARED = ("seed", "rounds", "data", "partition", "topology", "model", "method", "plan")
+"""The keys of a config that an exact result shares with the original run."""
+
+
+def _check_exact(plan: UnlearningPlan, exact: Path) -> None:
+    """Raise ConfigError if the run in ``exact`` is not an exact result of the plan's request."""
+    run = OriginalRun.of(exact, plan.original.data)
+    table = run.settings.package_table(UnlearningTable)
+    if not (table.request.covers(plan.request) and plan.request.covers(table.request)):
+        forgotten = table.request.text or "nothing"
+        raise ConfigError(
+            f"--exact: {exact} has forgotten {forgotten}, not {plan.request.text}; name an exact "
+            "result of the same request"
+        )
+    if not table.rule.is_exact:
+        raise ConfigError(
+            f"--exact: {exact} is the result of {table.strategy}, which is not exact; name a "
+            "result of retraining"
+        )
+    config = read_toml(exact / CONFIG)
+    original_config = read_toml(plan.original.folder / CONFIG)
+    for key in COMPARED:
+        if config.get(key) != original_config.get(key):
+            raise ConfigError(
+                f"--exact: {exact} has another value of {key} than {plan.original.folder}; name an "
+                "exact result of that run"
+            )
 
 
 # ---- the plan ------------------------------------------------------------------------------------
