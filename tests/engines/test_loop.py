@@ -253,3 +253,39 @@ def test_parts_of_the_network_in_a_step_are_those_of_the_whole(prepared: Prepare
         trained(prepared, plan, InParts(whole), teachers=teacher).params for whole in (False, True)
     )
     assert all(torch.equal(ours[k], v) for k, v in theirs.items())
+
+
+@dataclass(frozen=True)
+class Tracing(ClientWork):
+    """Counts its steps in the trace, and says that the second epoch is the best."""
+
+    def after_step(
+        self,
+        before: dict[str, Tensor],
+        gradients: dict[str, Tensor],
+        after: dict[str, Tensor],
+        trace: dict[str, Tensor],
+        start: TrainingStart,
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return after, {"steps": trace["steps"] + 1}
+
+    def validation_score(self, params: dict[str, Tensor], view: View) -> float:
+        key = next(iter(params))
+        SCORED.append(params[key].clone())
+        return float(len(SCORED) == 2)
+
+
+SCORED: list[Tensor] = []
+"""An entry of the network after each epoch."""
+
+
+def test_the_result_of_the_best_epoch_has_its_steps_and_its_trace(prepared: Prepared) -> None:
+    """SCAFFOLD and others divide the change of the parameters by the number of steps."""
+    SCORED.clear()
+    plan = Plan(epochs=4, batch=10, lr=0.1, keep="best", validation=0.1)
+    outcome = trained(prepared, plan, Tracing(), trace={"steps": torch.zeros(1)})
+    key = next(iter(outcome.params))
+    assert torch.equal(outcome.params[key], SCORED[1])
+    assert outcome.epochs == 4
+    assert outcome.steps == 2 * outcome.result.steps
+    assert outcome.result.trace["steps"].item() == outcome.result.steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -195,12 +194,6 @@ class Examples:
     values: Tensor
     labels: Tensor
     owners: Tensor | None = None
-
-    @property
-    def images(self) -> Tensor:
-        """The old name of ``values``, which the next release removes."""
-        warnings.warn("Examples.images is now Examples.values", DeprecationWarning, stacklevel=2)
-        return self.values
 
     def __len__(self) -> int:
         return self.values.shape[0]

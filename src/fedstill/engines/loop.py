@@ -69,6 +69,8 @@ class Trained:
     result: TrainingResult
     losses: Mapping[str, float]
     """The mean of each term over the examples of the last epoch."""
+    steps: int = 0
+    """All steps. ``result`` has those of the best epoch, if the plan keeps its parameters."""
     epochs: int = 0
     scores: tuple[float, ...] = ()
     """A score for each epoch, if the plan uses scores."""
@@ -194,7 +196,7 @@ class Training:
         )
 
     def close(self) -> None:
-        """Delete the recordings. The garbage collector could delete them while another thread
+        """Delete the recordings, before the garbage collector does so while another thread
         records, which would break its recording.
         """
         self.recorder = None
@@ -210,13 +212,15 @@ class Training:
             if self.setup.by_epoch:
                 self._store_params(batch.ending)
             if uses_scores(self.plan):
-                best.add(self._score(), self.params)
+                score = self.work.validation_score(self.params, self.clients.view)
+                result = self._result(batch.progress[0], self.clients.copies(self.trace)[0])
+                best.add(score, self.params, result)
                 if best.is_out_of_patience:
                     break
         return self._outcomes(best, batch)
 
-    def _score(self) -> float | None:
-        return self.work.validation_score(self.params, self.clients.view)
+    def _result(self, progress: Progress, trace: Tensors) -> TrainingResult:
+        return TrainingResult(progress.steps, self.setup.lr, trace)
 
     def _store_params(self, ending: Sequence[int]) -> None:
         """Copy the parameters of the clients whose epoch ends."""
@@ -226,21 +230,23 @@ class Training:
 
     def _outcomes(self, best: BestEpoch, last_batch: Batch | None) -> list[Trained]:
         params = self.params
-        if self.plan.keep == "best" and best.params:
-            params = best.params
-        params_by_client = self.clients.copies(params)
         traces = self.clients.copies(self.trace)
-        count = len(params_by_client)
+        count = len(traces)
         losses = self.sums.means(count)
         progress: Sequence[Progress] = [Progress(steps=0, epochs=0)] * count
         if last_batch is not None:
             progress = last_batch.progress
-
+        results = [self._result(progress[i], traces[i]) for i in range(count)]
+        if self.plan.keep == "best" and best.result is not None:
+            params = best.params
+            results = [best.result]
+        params_by_client = self.clients.copies(params)
         return [
             Trained(
                 params=params_by_client[i],
-                result=TrainingResult(progress[i].steps, self.setup.lr, traces[i]),
+                result=results[i],
                 losses=losses[i],
+                steps=progress[i].steps,
                 epochs=progress[i].epochs,
                 scores=tuple(best.scores),
                 by_epoch=tuple(self.epoch_params.get(i, ())),
@@ -477,9 +483,10 @@ class BestEpoch:
     scores: list[float] = field(default_factory=list)
     best_score: float = float("-inf")
     params: dict[str, Tensor] = field(default_factory=dict)
+    result: TrainingResult | None = None
     epochs_since_best: int = 0
 
-    def add(self, score: float | None, params: Tensors) -> None:
+    def add(self, score: float | None, params: Tensors, result: TrainingResult) -> None:
         """Add an epoch. The score is None for a client without validation examples."""
         if score is None:
             return
@@ -487,6 +494,7 @@ class BestEpoch:
         if score > self.best_score:
             self.best_score = score
             self.params = trees.clone(params)
+            self.result = result
             self.epochs_since_best = 0
         else:
             self.epochs_since_best += 1
@@ -498,9 +506,7 @@ class BestEpoch:
 
 
 class TermSums:
-    """The sums of the terms over an epoch, by client. They are tensors, so that no step waits for
-    the device.
-    """
+    """The sums of an epoch's terms by client, as tensors, so that no step waits for the device."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}

@@ -454,7 +454,7 @@ def _training_metrics(start: TrainingStart, trained: Trained | None) -> Fields:
         return {}
     metrics: Fields = {
         "loss": dict(trained.losses),
-        "steps": trained.result.steps,
+        "steps": trained.steps,
         "epochs": trained.epochs,
     }
     if trained.scores:
