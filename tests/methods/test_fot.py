@@ -16,11 +16,12 @@ import toys
 from double import in_double
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import IncompatibleMethod
-from fedstill.core.records import State
+from fedstill.core.records import SERVER, State
 from fedstill.data.sources import from_tensors
 from fedstill.methods.fot import (
     body_layers,
     input_products,
+    no_products,
     orthogonal,
     summed_products,
     with_directions,
@@ -36,6 +37,7 @@ BAG, ATTENTION = (
     {"name": "bag", "hidden": (4,)},
     {"name": "tiny_transformer", "width": 4, "heads": 2, "blocks": 1},
 )
+DEEP = {"name": "mlp", "hidden": (6, 4)}
 CNN = contract.spec_for("digits_cnn", (1, 8, 8), 5, {})
 
 
@@ -148,11 +150,46 @@ def test_in_the_first_task_it_is_fedavg(tmp_path: Path) -> None:
 
 
 def test_networks_that_it_cannot_protect_are_refused() -> None:
-    with pytest.raises(IncompatibleMethod, match="no layer"):
+    with pytest.raises(IncompatibleMethod, match="no trained layer"):
         prepare(resolve(toys.toy("fot", model="logistic", stream=STREAM)), toys.blobs())
     wide = {"name": "mlp", "hidden": (5001, 4)}
     with pytest.raises(IncompatibleMethod, match=r"body\.3 has 5001 inputs"):
         prepare(resolve(toys.toy("fot", model=wide, stream=STREAM)), toys.blobs())
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pretrained") / "run"
+    run(toys.toy(model=DEEP, rounds=1), folder, toys.blobs(seed=3))
+    return folder
+
+
+def partly_trained(start: Path, train_only: tuple[str, ...]) -> Any:
+    return toys.toy(
+        "fot",
+        model=DEEP,
+        stream=STREAM,
+        start_from=str(start),
+        train_only=train_only,
+        partition={"kind": "iid"},
+    )
+
+
+def test_of_a_body_that_is_trained_in_part_the_trained_layers_are_protected(
+    pretrained: Path, tmp_path: Path
+) -> None:
+    experiment = partly_trained(pretrained, ("body.3.", "head."))
+    ready = prepare(resolve(experiment), toys.blobs())
+    sums = no_products(ready.world.model(SERVER))
+    assert {name: len(products) for name, products in sums.items()} == {"body.3.weight": 6}
+    result = run(experiment, tmp_path / "run", toys.blobs())
+    assert len(result.history) == 3
+
+
+def test_a_body_of_which_nothing_is_trained_is_refused(pretrained: Path) -> None:
+    experiment = partly_trained(pretrained, ("head.",))
+    with pytest.raises(IncompatibleMethod, match=r"no trained layer.*train_only"):
+        prepare(resolve(experiment), toys.blobs())
 
 
 def test_what_of_the_body_is_not_protected_is_said() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import toys
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.keys import generator, seed_for
+from fedstill.core.registry import register
 from fedstill.core.trees import only, same_bits
 from fedstill.methods.metafed import InRing, MetaFed, statistics
 from fedstill.running.runner import resume, run
@@ -178,6 +179,28 @@ def test_normalisation_can_stay_each_clients_own() -> None:
         one, other = (memory.load(c).params for c in (0, 3))
         assert same_bits(only(one, names), only(other, names)) == shared
         assert torch.equal(one["head.weight"], other["head.weight"])
+
+
+@register("model", "toy_batch_statistics")
+class OfBatches(toys.BatchNormed):
+    """Batch normalisation without running statistics, whose entries can stay untrained."""
+
+    def __init__(self, input_shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__(input_shape, classes)
+        self.body[1] = nn.BatchNorm2d(4, track_running_stats=False)
+
+
+def test_normalisation_that_is_not_trained_is_nobodys_own(tmp_path: Path) -> None:
+    run(toys.toy(model="toy_batch_statistics", rounds=1), tmp_path / "start", toys.blobs())
+    experiment = toys.toy(
+        {"name": "metafed", "keeps_above": 1.1, "share_norms": False},
+        model="toy_batch_statistics",
+        topology=RING,
+        rounds=1,
+        start_from=str(tmp_path / "start"),
+        train_only=("head.",),
+    )
+    assert len(run(experiment, tmp_path / "run", toys.blobs()).history) == 1
 
 
 @pytest.mark.parametrize(

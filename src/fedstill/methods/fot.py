@@ -97,7 +97,10 @@ class FOT(FedAvg):
                 f"at most {MOST_INPUTS}; choose a smaller model"
             )
         if not layers:
-            return "the body of its model has no layer to protect; choose another model, mlp or cnn"
+            return (
+                "the body of its model has no trained layer to protect; choose another model, mlp "
+                "or cnn, or train layers of the body, too (train_only)"
+            )
         return ""
 
     def setting_warnings(self, world: World) -> str:
@@ -229,8 +232,8 @@ def with_directions(basis: Tensor, products: Tensor, share: float) -> Tensor:
 
 
 def body_layers(m: nn.Module) -> dict[str, int]:
-    """The weights of a body's linear layers and convolutions by name, with their numbers of inputs
-    d.
+    """The trained weights of a body's linear layers and convolutions by name, with their numbers of
+    inputs d.
 
     Grouped convolutions, and convolutions without zero padding, are left out.
     """
@@ -274,16 +277,21 @@ def input_products(m: nn.Module, params: Tensors, x: Tensor) -> dict[str, Tensor
 
 def _layers(m: nn.Module) -> dict[str, nn.Module]:
     return {
-        name: part for name, part in m.named_modules() if name.startswith("body") and _plain(part)
+        name: part
+        for name, part in m.named_modules()
+        if name.startswith("body") and _is_protected(part)
     }
 
 
-def _plain(part: nn.Module) -> bool:
+def _is_protected(part: nn.Module) -> bool:
+    """Whether a layer is of a protected kind, and its weights are trained."""
+    if not isinstance(part, nn.Conv2d | nn.Linear) or not part.weight.requires_grad:
+        return False
     if isinstance(part, nn.Conv2d):
         return (
             part.groups == 1 and part.padding_mode == "zeros" and not isinstance(part.padding, str)
         )
-    return isinstance(part, nn.Linear)
+    return True
 
 
 def _inputs_of(part: nn.Module) -> int:

@@ -142,7 +142,9 @@ class InRing(ClientWork):
         if not ready:
             received = dict(payload.params)
             if not self.method.share_norms:
-                received |= only(params, statistics(view.model))
+                # Entries that are not trained (train_only) are not sent.
+                own_norms = [name for name in statistics(view.model) if name in params]
+                received |= only(params, own_norms)
             return TrainingStart(received, constants={"ready": ready})
 
         strength = self.method.strength
