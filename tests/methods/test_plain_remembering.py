@@ -118,6 +118,23 @@ def test_fedcurvs_information_is_that_of_augmented_images() -> None:
     assert max(float((found[k] - plain[k]).abs().max()) for k in plain) > 100 * pixels
 
 
+def test_fedcurvs_information_leaves_out_outputs_that_take_no_part() -> None:
+    ready = ready_for({"name": "fedcurv", "samples": SAMPLES})
+    params = Federation(ready).start
+    stage = ready.settings.schedule(1, ready.world)[0]
+    view = ready.sites.view(stage.clients[0], stage)
+    takes_part = torch.arange(ready.world.classes) > 0
+    information = ready.settings.method.work(stage).fisher  # type: ignore[attr-defined]
+
+    in_task = information(params, replace(view, head=takes_part), ready.world)
+
+    with_all = information(params, view, ready.world)
+    for name in ("head.weight", "head.bias"):
+        assert not in_task[name][~takes_part].any()
+        assert in_task[name][takes_part].any()
+        assert with_all[name][~takes_part].any()
+
+
 @pytest.mark.parametrize(
     "model", [{"name": "mlp", "hidden": (8,)}, {"name": "mlp", "hidden": (8,), "projection": 6}]
 )

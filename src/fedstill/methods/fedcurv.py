@@ -30,6 +30,7 @@ from fedstill.core.fields import Count, NonNegative
 from fedstill.core.keys import seed_for
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
+    OFF,
     SERVER,
     Payload,
     Reply,
@@ -161,13 +162,19 @@ class Curved(ClientWork):
 
     def fisher(self, params: Tensors, view: View, world: World) -> Tensors:
         """The mean over batches of the squared gradient of a batch's mean cross-entropy, over
-        ``samples`` examples.
+        ``samples`` examples. Outputs that take no part in training take no part here, either.
         """
+
+        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+            if view.head is not None:
+                logits = torch.where(view.head.to(logits.device), logits, OFF)
+            return cross_entropy(logits, labels)
+
         batch = world.plans[self.stage.name].batch
         seed = seed_for(world.seed, self.stage.round, self.stage.index, view.client, "fisher")
         total = zeros_like(trainable_entries(view.model, params))
         batches = 0
-        for grads in view.gradients(params, cross_entropy, batch, seed=seed):
+        for grads in view.gradients(params, loss, batch, seed=seed):
             total = {k: total[k] + grads[k] ** 2 for k in total}
             batches += 1
             if batches * batch > self.method.samples:
