@@ -76,6 +76,38 @@ def test_fednova(ccvr: str, momentum: float) -> None:
     check_matters(ours, ready, rounds=3)
 
 
+def test_fednovas_global_direction_is_the_mean_of_all_clients_that_take_part() -> None:
+    """Also where clients hold examples out, which the census counts and their replies do not."""
+    ready = ready_for(
+        {"name": "fednova", "ccvr": "full"}, topology={"clients": 6}, plan={"validation": 0.3}
+    )
+    states, memory = drive(ready)
+    counts = states[-1].extra.tensor("labels").sum(1).double()
+    shares = (counts / counts.sum()).tolist()
+    own = [memory.load(client).tensors("direction") for client in range(6)]
+    each = [{k: p * v for k, v in d.items()} for p, d in zip(shares, own, strict=True)]
+    check(states[-1].extra.tensors("direction"), plus(*each))
+
+
+@pytest.mark.parametrize("answered", [0, 1, 5])
+def test_fednovas_global_direction_without_the_census_of_some_clients(answered: int) -> None:
+    ready = ready_for({"name": "fednova", "ccvr": "full"}, topology={"clients": 6})
+    method, world = ready.settings.method, ready.world
+    state = drive(ready)[0][-1]
+    labels = state.extra.tensor("labels").clone()
+    labels[answered:] = 0
+    unmoved = Payload(params=state.params, steps=1.0)
+    replies = [Reply(client, unmoved, 10) for client in range(6)]
+    stage = ready.settings.schedule(2, world)[-1]
+
+    after = method.aggregate(state.next(labels=labels), replies, stage, world)
+
+    before = state.extra.tensors("direction")
+    if answered:  # all counted clients report a direction of zero
+        before = zeros(before)
+    check(after.extra.tensors("direction"), before)
+
+
 def test_fednova_uniform() -> None:
     ready = ready_for({"name": "fednova", "aggregation": "uniform"})
     check(drive(ready)[0][-1].params, nova(Federation(ready), 2, "off", 0.9, uniform=True))

@@ -107,14 +107,18 @@ class FedNova(FedAvg):
         if self.ccvr != "full":
             return moved
 
-        # The global direction: each client's last one, weighted by its share of all examples.
+        # The global direction: each client's last one, weighted by its share of all examples. The
+        # census gives the shares; the numbers in replies leave out held-out examples.
+        counts = state.extra.tensor("labels").sum(1).tolist()
+        total = sum(counts)
+        if total == 0:  # no client answered the census
+            return moved
         lr = world.plans[stage.name].lr_at(world.stream.within(stage.round))
-        total = float(state.extra.tensor("labels").sum())
-        absent_share = 1 - sum(reply.examples for reply in replies) / total
+        absent_share = 1 - sum(counts[reply.client] for reply in replies) / total
         direction = scale(state.extra.tensors("direction"), absent_share)
         for reply, client_steps in zip(replies, steps, strict=True):
             client_direction = direction_of(sent, reply.content.params, lr, client_steps)
-            direction = add(direction, scale(client_direction, reply.examples / total))
+            direction = add(direction, scale(client_direction, counts[reply.client] / total))
         return moved.next(direction=direction)
 
 
