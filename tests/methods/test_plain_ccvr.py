@@ -18,7 +18,7 @@ from fedstill.core.errors import BadPayload, IncompatibleMethod
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER
 from fedstill.core.registry import method
-from fedstill.methods.ccvr import CCVR, class_moments, gaussians
+from fedstill.methods.ccvr import CCVR, class_moments, covariance_roots, gaussians
 from fedstill.methods.fedntd import FedNTD
 from fedstill.running.preparation import prepare
 
@@ -139,6 +139,32 @@ def test_a_class_of_one_example_gets_the_mean_of_the_others_covariances() -> Non
     means, roots = gaussians(*class_moments(h[20:], y[20:], 3, "full").values())
     assert torch.equal(means[2], h[20])
     assert float(roots.abs().max()) <= 1e-5, "of one example there is no spread"
+
+
+@pytest.mark.parametrize("covariance", ["full", "diagonal"])
+@pytest.mark.parametrize("size", [1.0, 10.0, 1e4])
+def test_a_class_of_constant_features_gets_a_covariance_of_almost_nothing(
+    size: float, covariance: str
+) -> None:
+    """The rounding of the sums is larger than the spread of the features."""
+    draw = torch.Generator().manual_seed(0)
+    constant = size * torch.rand(64, generator=draw).repeat(2000, 1)
+    varied = torch.randn(2000, 64, generator=draw)
+    features = torch.cat([constant, varied])
+    labels = torch.arange(2).repeat_interleave(2000)
+    moments = class_moments(features, labels, 2, covariance)
+
+    means, roots = gaussians(*moments.values())
+
+    torch.testing.assert_close(means[0], constant[0].double())
+    assert float(roots[0].abs().max()) < 1e-3 * size
+    _, alone = gaussians(*(group[1:] for group in moments.values()))
+    assert torch.equal(roots[1], alone[0]), "other classes keep their roots"
+
+
+def test_covariances_that_are_not_finite_have_no_roots() -> None:
+    with pytest.raises(torch.linalg.LinAlgError):
+        covariance_roots(torch.full((1, 2, 2), float("nan"), dtype=torch.float64))
 
 
 @pytest.mark.parametrize("how", [{"samples": 0}, {"samples": 50}])

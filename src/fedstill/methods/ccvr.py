@@ -67,6 +67,9 @@ CALIBRATE = "calibrate"
 
 MOMENTS = ("counts", "sums", "products")
 
+MOST_RIDGES = 40
+"""The largest number of ridges that are tried for a covariance, each ten times the one before."""
+
 
 @method("ccvr")
 @dataclass(frozen=True)
@@ -189,10 +192,30 @@ def gaussians(counts: Tensor, sums: Tensor, products: Tensor) -> tuple[Tensor, T
     mean_covariance = covariances[has_covariance].sum(0) / has_covariance.sum().clamp(min=1)
     covariances = torch.where(has_covariance.view(-1, 1, 1), covariances, mean_covariance)
 
-    # A small ridge: a class of few examples has a covariance without full rank.
+    return means, covariance_roots(covariances)
+
+
+def covariance_roots(covariances: Tensor) -> Tensor:
+    """The lower-triangular roots (C, D, D) of covariances (C, D, D), each with a ridge on its
+    diagonal.
+
+    The ridge is small, and grows until there is a root. Raises LinAlgError if covariances are not
+    finite.
+    """
+    # A class of few examples has a covariance without full rank.
     size = covariances.diagonal(dim1=1, dim2=2).mean(1).clamp(min=0)
-    ridge = (1e-6 * size + 1e-12).view(-1, 1, 1) * torch.eye(sums.shape[1], dtype=torch.float64)
-    return means, torch.linalg.cholesky(covariances + ridge)
+    identity = torch.eye(covariances.shape[1], dtype=torch.float64)
+    ridge = (1e-6 * size + 1e-12).view(-1, 1, 1) * identity
+
+    # The rounding of sums can exceed the spread of features that hardly vary; the covariance then
+    # has negative eigenvalues.
+    for _ in range(MOST_RIDGES):
+        failures = torch.linalg.cholesky_ex(covariances + ridge).info  # 0 where there is a root
+        if not failures.any():
+            break
+        ridge = torch.where((failures > 0).view(-1, 1, 1), 10 * ridge, ridge)
+    roots: Tensor = torch.linalg.cholesky(covariances + ridge)
+    return roots
 
 
 @dataclass(frozen=True)
