@@ -189,9 +189,13 @@ def test_a_forgotten_class_is_not_in_the_public_set(hidden: bool, tmp_path: Path
     """FedMD's clients first train on the labels of the public set."""
     name = "dsfl" if hidden else "fedmd"
     data = {"public": 40, "public_labels": not hidden}
-    folder = trained(toys.toy(name, rounds=2, data=data), tmp_path / "run")
+    experiment = toys.toy(name, rounds=2, data=data, keep_checkpoints_every=1)
+    folder = trained(experiment, tmp_path / "run")
     request = UnlearningRequest(classes=(2,))
-    retrained(folder, request, tmp_path / "new")
+    new = retrained(folder, request, tmp_path / "new").result
+    configured = experiment.with_values({"unlearning.classes": [2]}, "test")
+    reference = run(configured, tmp_path / "reference", toys.blobs())
+    assert same_bits(new.model, reference.model)
     before = OriginalRun.of(folder, toys.blobs()).prepared.sites
     after = OriginalRun.of(tmp_path / "new", toys.blobs()).prepared.sites
     assert before.public is not None

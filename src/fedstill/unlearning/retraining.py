@@ -112,13 +112,16 @@ def _depends_from_the_start(original: OriginalRun, prepared: Prepared) -> bool:
     """Whether the run depends on the forgotten data from round 1 on, before their clients train.
 
     This is so for the mean and standard deviation of all rows; for the round that was selected as
-    the best one, because the new run needs its checkpoint; for the tests of a forgotten client; and
-    for numbers by task, which concern all clients.
+    the best one, because the new run needs its checkpoint; for the tests of a forgotten client; for
+    public examples of a forgotten class; and for numbers by task, which concern all clients.
     """
-    scales_differ = original.prepared.scaler != prepared.scaler
-    tests_differ = original.prepared.sites.own_tests.keys() != prepared.sites.own_tests.keys()
+    before = original.prepared
+    scales_differ = before.scaler != prepared.scaler
+    tests_differ = before.sites.own_tests.keys() != prepared.sites.own_tests.keys()
+    public_differs = len(before.sites.public or ()) != len(prepared.sites.public or ())
+    data_differ = scales_differ or tests_differ or public_differs
     has_tasks = original.settings.stream.tasks > 1
-    return scales_differ or tests_differ or has_tasks or original.settings.selects_round
+    return data_differ or has_tasks or original.settings.selects_round
 
 
 def _last_before(original: OriginalRun, round: int) -> Restored | None:
