@@ -15,18 +15,21 @@ import numpy as np
 import pytest
 
 import tiny_ranking
+from fedstill.benchmark import competing
 from fedstill.benchmark.competing import (
+    CHOICES_FILE,
     add_method,
     choice_of,
     choose_fields,
     enter_rows,
     rehearse,
+    store_choices,
     with_stored_choices,
 )
 from fedstill.benchmark.entries import Entry, read_entry
 from fedstill.benchmark.replays import replay_runs
 from fedstill.benchmark.scoring import accuracy_matrix, score_of, scored_runs
-from fedstill.benchmark.suites import Suite
+from fedstill.benchmark.suites import Choice, Suite
 from fedstill.config.experiment import from_tree
 from fedstill.core.errors import (
     ConfigError,
@@ -217,6 +220,53 @@ def test_fields_are_chosen_and_the_same_call_does_nothing_anew(
     assert choose_fields(bare, ["FedAvg"], tmp_path, counting).choices == chosen.choices
     assert len(done) == 2 * 3, "all runs were there"
     assert with_stored_choices(bare, tmp_path).choices["FedAvg"] == choice, "it was kept"
+
+
+RATES = [{"plan.lr": 0.01}, {"plan.lr": 0.1}, {"plan.lr": 1.0}]
+BEST_RATE = Choice(((0.1, 0.1, 0.1), (0.2, 0.2, 0.2), (0.9, 0.9, 0.9)), (10, 10, 10))
+"""Scores of ``RATES``, of which the last is the best."""
+
+
+@pytest.fixture
+def rated(suite: Suite, tmp_path: Path) -> Suite:
+    """A suite that tries ``RATES`` for FedAvg, with their stored scores."""
+    rated = replace(suite, choices={}, tries={**suite.tries, "FedAvg": RATES})
+    chosen = replace(rated, choices={"FedAvg": BEST_RATE})
+    store_choices(chosen, tmp_path / suite.name / CHOICES_FILE)
+    assert with_stored_choices(rated, tmp_path).choices == chosen.choices
+    return rated
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_stored_scores_are_not_those_of_other_tries(
+    version: int, rated: Suite, tmp_path: Path
+) -> None:
+    changed_rates = [*RATES[1:], {"plan.lr": 10.0}]
+    tries = {**rated.tries, "FedAvg": changed_rates}
+    changed = replace(rated, version=version, tries=tries)
+    cause = {1: r"FedAvg: .* other tries", 2: "another version"}[version]
+    with pytest.raises(ConfigError, match=f"{cause}.*`fedstill rank choose"):
+        with_stored_choices(changed, tmp_path)
+
+    chosen = choose_fields(changed, ["FedNTD"], tmp_path, tiny_ranking.do)
+    assert list(chosen.choices) == ["FedNTD"], "the scores of other tries are left out"
+    assert with_stored_choices(changed, tmp_path).choices == chosen.choices
+
+
+def test_another_learning_rate_makes_the_choices_of_other_rows_invalid(
+    rated: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_rate = replace(rated, rate_row="FedAvg", choices={"FedAvg": BEST_RATE})
+    both = choose_fields(by_rate, ["FedNTD"], tmp_path, tiny_ranking.do)
+    assert list(both.choices) == ["FedAvg", "FedNTD"]
+
+    monkeypatch.setattr(competing, "choice_of", lambda *_: BEST_RATE)
+    same = choose_fields(by_rate, ["FedAvg"], tmp_path, tiny_ranking.do)
+    assert same.choices == both.choices
+    first_is_best = replace(BEST_RATE, scores=BEST_RATE.scores[::-1])
+    monkeypatch.setattr(competing, "choice_of", lambda *_: first_is_best)
+    again = choose_fields(by_rate, ["FedAvg"], tmp_path, tiny_ranking.do)
+    assert again.choices == {"FedAvg": first_is_best}
 
 
 def test_the_row_whose_learning_rate_all_have_is_chosen_first(suite: Suite, tmp_path: Path) -> None:

@@ -111,7 +111,10 @@ def test_what_was_chosen_for_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyP
     suite = tiny_ranking.install(monkeypatch)
     path = tmp_path / suite.name / CHOICES_FILE
     path.parent.mkdir()
-    path.write_text("[FedAvg]\nscores = [[0.5, 0.5, 0.5], [0.9, 0.9, 0.9]]\nsent = [1, 1]\n")
+    path.write_text(
+        "version = 1\n[FedAvg]\nscores = [[0.5, 0.5, 0.5], [0.9, 0.9, 0.9]]\nsent = [1, 1]\n"
+        'fields = { "plan.lr" = 0.1 }\n'
+    )
     with_mark(path)
     assert with_stored_choices(suite, tmp_path).choices["FedAvg"].scores[1] == (0.9, 0.9, 0.9)
 

@@ -10,10 +10,13 @@ import functools
 import itertools
 import statistics
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from fedstill.benchmark.entries import (
     Entry,
@@ -41,7 +44,7 @@ from fedstill.config.named_tables import resolved_name
 from fedstill.core import registry
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, CorruptFile, DataError, FedstillError
-from fedstill.core.files import read_file, read_toml
+from fedstill.core.files import parse_toml, read_file, read_toml
 from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Stage
 from fedstill.running.compare import Variant
@@ -60,17 +63,33 @@ def choose_fields(suite: Suite, rows: Sequence[str], out: Path, execute: Execute
     """The suite with configurations chosen for some rows; each choice is written at once.
 
     The row whose learning rate the others use comes first. Trials and choices are in the folder of
-    the suite that chooses.
+    the suite that chooses. Stored choices that are invalid now are left out.
     """
-    suite = with_stored_choices(suite, out)
     folder = out / suite.choosing_suite.name
-    for row in sorted(rows, key=lambda name: name != suite.rate_row):
+    suite = _with_valid_choices(suite, folder / CHOICES_FILE)
+    for row in _rate_row_first(suite, rows):
         trials = suite.trials(row, folder / "choosing")
         runs = scored_runs(list(itertools.chain.from_iterable(trials)), execute)
-        choice = choice_of(runs, len(trials))
-        suite = replace(suite, choices={**suite.choices, row: choice})
+        suite = _with_new_choice(suite, row, choice_of(runs, len(trials)))
         store_choices(suite, folder / CHOICES_FILE)
     return suite
+
+
+def _rate_row_first(suite: Suite, rows: Iterable[str]) -> list[str]:
+    """Rows in the order in which they can be chosen: the others use the rate of ``rate_row``."""
+    return sorted(rows, key=lambda row: row != suite.rate_row)
+
+
+def _with_new_choice(suite: Suite, row: str, choice: Choice) -> Suite:
+    """The suite with a choice for a row. A new choice for ``rate_row`` changes the tries of all
+    other rows, so their choices are dropped.
+    """
+    changed = replace(suite, choices={**suite.choices, row: choice})
+    if row != suite.rate_row:
+        return changed
+    if row in suite.choices and suite.chosen_fields(row) == changed.chosen_fields(row):
+        return changed
+    return replace(suite, choices={row: choice})
 
 
 def choice_of(runs: Sequence[ScoredRun], try_count: int) -> Choice:
@@ -86,20 +105,70 @@ def choice_of(runs: Sequence[ScoredRun], try_count: int) -> Choice:
 
 
 def with_stored_choices(suite: Suite, out: Path) -> Suite:
-    """The suite with the choices stored in a folder of runs, in place of those that ship."""
+    """The suite with the choices stored in a folder of runs, in place of those that ship.
+
+    Raises ConfigError for choices of another version of the suite, and for scores of other tries.
+    """
     path = out / suite.choosing_suite.name / CHOICES_FILE
-    if not path.is_file():
-        return suite
+    tables = _stored_tables(path)
+    if tables:
+        _check_version(suite, path, tables)
+    for row in _rate_row_first(suite, tables):
+        suite = _with_stored_choice(suite, path, row, tables)
+    return suite
+
+
+def _with_valid_choices(suite: Suite, path: Path) -> Suite:
+    """The suite with those choices in a file that belong to its version and its tries."""
+    tables = _stored_tables(path)
     try:
-        tree = read_toml(path)
+        _check_version(suite, path, tables)
+    except ConfigError:
+        return suite
+    for row in _rate_row_first(suite, tables):
+        with suppress(ConfigError):
+            suite = _with_stored_choice(suite, path, row, tables)
+    return suite
+
+
+def _stored_tables(path: Path) -> dict[str, Any]:
+    """The version and the tables of rows in a file of choices; empty if there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        return read_toml(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the choices in {path}: {error}") from error
-    choices = {
-        row: read_choice(f"{path}, {row}", table, len(suite.tries[row]))
-        for row, table in tree.items()
-        if row in suite.tries
-    }
-    return replace(suite, choices={**suite.choices, **choices})
+
+
+def _check_version(suite: Suite, path: Path, tables: Mapping[str, Any]) -> None:
+    version = suite.choosing_suite.version
+    if tables.get("version") != version:
+        raise ConfigError(
+            f"{path} belongs to another version of the suite {suite.choosing_suite.name}, which "
+            f"now has version {version}; run `{suite.choose_command}` again"
+        )
+
+
+def _with_stored_choice(suite: Suite, path: Path, row: str, tables: Mapping[str, Any]) -> Suite:
+    """The suite with the stored choice of a row; unchanged if the row has no tries.
+
+    Raises ConfigError if the scores select other fields now than when they were stored, because
+    they belong to other tries.
+    """
+    if row not in suite.tries:
+        return suite
+    table = tables[row]
+    choice = read_choice(f"{path}, {row}", table, len(suite.tries[row]))
+    suite = replace(suite, choices={**suite.choices, row: choice})
+    # As in the file, where tuples are lists.
+    fields = parse_toml(tomli_w.dumps(suite.chosen_fields(row)).encode())
+    if table.get("fields") != fields:
+        raise ConfigError(
+            f"{path}, {row}: the scores belong to other tries, because they would now choose "
+            f"{fields} and not {table.get('fields')}; run `{suite.choose_command}` again"
+        )
+    return suite
 
 
 def store_choices(suite: Suite, path: Path) -> None:
