@@ -82,6 +82,24 @@ def test_differences_are_those_of_a_paired_test(runs: Path, tmp_path: Path) -> N
     )
 
 
+def test_unfinished_runs_are_not_paired(runs: Path, tmp_path: Path) -> None:
+    for folder in ("all", "stopped"):
+        shutil.copytree(runs, tmp_path / folder)
+    (tmp_path / "stopped/b_fast/seed3/summary.json").unlink()
+    shutil.rmtree(tmp_path / "all/b_fast/seed3")
+    for folder in ("all", "stopped"):
+        write_tables(groups([tmp_path / folder]), tmp_path / f"{folder}_tables")
+    lines = read(tmp_path / "stopped_tables/differences.csv")
+    assert {line["seeds"] for line in lines} == {"2"}
+    assert lines == read(tmp_path / "all_tables/differences.csv")
+
+    text = page(groups([tmp_path / "stopped"]))
+    assert "Unfinished runs are left out." in text
+    assert "Unfinished runs are left out." not in page(groups([runs]))
+    (tmp_path / "stopped/a_slow/seed2/summary.json").unlink()
+    assert "Differences to" not in page(groups([tmp_path / "stopped"]))
+
+
 def test_the_page_folds_them_below_the_results(runs: Path) -> None:
     compared = groups([runs])
     assert f"<summary>Differences to {compared[0].label}</summary>" in page(compared)

@@ -125,25 +125,21 @@ def _explained(measures: Sequence[Column]) -> str:
 
 
 def _differences(report: Report) -> Block | None:
-    """Differences to the baseline; None if no other group shares two seeds with it."""
+    """Differences to the baseline; None if no other group shares two finished seeds with it."""
     baseline = report.baseline
-    if not any(_are_comparable(group, baseline) for group in report.groups):
+    group_differences = differences(report.groups, baseline)
+    if not any(difference.paired.pairs > 1 for difference in group_differences):
         return None
     about = (
         f"Difference of each line to {baseline.label}, paired by seed, with the 95 % confidence "
         "interval of the mean and the p-value of a paired t-test. If the interval contains 0, the "
         "difference is not significant."
     )
-    text_table = differences_table(differences(report.groups, baseline))
+    if not all(group.finished for group in report.groups):
+        about += " Unfinished runs are left out."
+    text_table = differences_table(group_differences)
     table = Table(text_table.head, text_table.lines, "numbers wide")
     return Folded(f"Differences to {baseline.label}", [Paragraph(about), table])
-
-
-def _are_comparable(group: Group, baseline: Group) -> bool:
-    if group is baseline:
-        return False
-    common_seeds = set(group.seeds) & set(baseline.seeds)
-    return len(common_seeds) > 1
 
 
 MAX_REASONS = 12

@@ -208,7 +208,10 @@ def group_named(label: str, compared: Sequence[Group]) -> Group:
 
 
 def differences(compared: Sequence[Group], base: Group) -> list[GroupDifference]:
-    """The differences of all other groups to the base, in all numbers with a common seed."""
+    """The differences of all other groups to the base, in all numbers with a common seed.
+
+    Only finished runs are compared: numbers after different rounds are no pair.
+    """
     measured = measured_columns(compared)
     group_differences = []
     for group in compared:
@@ -225,7 +228,8 @@ def differences(compared: Sequence[Group], base: Group) -> list[GroupDifference]
 
 
 def _by_seed(group: Group, key: str) -> dict[int, float]:
-    summaries = {run.seed: run.numbers.summary for run in group.started}
+    """A number of a group's finished runs by seed; ``key`` as in a run's summary."""
+    summaries = {run.seed: run.numbers.summary for run in group.started if run.finished}
     return {seed: summary[key] for seed, summary in summaries.items() if key in summary}
 
 
