@@ -99,9 +99,24 @@ def choice_of(runs: Sequence[ScoredRun], try_count: int) -> Choice:
     sent = []
     for number in range(try_count):
         try_runs = runs[number * seed_count : (number + 1) * seed_count]
-        scores.append(tuple(0.0 if item.diverged else item.score.accuracy for item in try_runs))
+        scores.append(tuple(map(_choosing_score, try_runs)))
         sent.append(sum(item.score.sent for item in try_runs) // seed_count)
     return Choice(tuple(scores), tuple(sent))
+
+
+def _choosing_score(item: ScoredRun) -> float:
+    if item.diverged:
+        return 0.0
+    return item.score.accuracy
+
+
+@dataclass(frozen=True)
+class StoredChoices:
+    """The content of a file of choices: the version of its suite, and the table of each row."""
+
+    path: Path
+    version: int
+    tables: Mapping[str, Any]
 
 
 def with_stored_choices(suite: Suite, out: Path) -> Suite:
@@ -109,48 +124,48 @@ def with_stored_choices(suite: Suite, out: Path) -> Suite:
 
     Raises ConfigError for choices of another version of the suite, and for scores of other tries.
     """
-    path = out / suite.choosing_suite.name / CHOICES_FILE
-    tables = _stored_tables(path)
-    if tables:
-        _check_version(suite, path, tables)
-    for row in _rate_row_first(suite, tables):
-        suite = _with_stored_choice(suite, path, row, tables)
+    stored = _read_choices(out / suite.choosing_suite.name / CHOICES_FILE)
+    if stored is None:
+        return suite
+    _check_version(suite, stored)
+    for row in _rate_row_first(suite, stored.tables):
+        suite = _with_stored_choice(suite, stored, row)
     return suite
 
 
 def _with_valid_choices(suite: Suite, path: Path) -> Suite:
     """The suite with those choices in a file that belong to its version and its tries."""
-    tables = _stored_tables(path)
-    try:
-        _check_version(suite, path, tables)
-    except ConfigError:
+    stored = _read_choices(path)
+    if stored is None or stored.version != suite.choosing_suite.version:
         return suite
-    for row in _rate_row_first(suite, tables):
+    for row in _rate_row_first(suite, stored.tables):
         with suppress(ConfigError):
-            suite = _with_stored_choice(suite, path, row, tables)
+            suite = _with_stored_choice(suite, stored, row)
     return suite
 
 
-def _stored_tables(path: Path) -> dict[str, Any]:
-    """The version and the tables of rows in a file of choices; empty if there is no file."""
+def _read_choices(path: Path) -> StoredChoices | None:
+    """The content of a file of choices; None if there is no file."""
     if not path.is_file():
-        return {}
+        return None
     try:
-        return read_toml(path)
+        tables = read_toml(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the choices in {path}: {error}") from error
+    version = tables.pop("version", 0)
+    return StoredChoices(path, version, tables)
 
 
-def _check_version(suite: Suite, path: Path, tables: Mapping[str, Any]) -> None:
+def _check_version(suite: Suite, stored: StoredChoices) -> None:
     version = suite.choosing_suite.version
-    if tables.get("version") != version:
+    if stored.version != version:
         raise ConfigError(
-            f"{path} belongs to another version of the suite {suite.choosing_suite.name}, which "
-            f"now has version {version}; run `{suite.choose_command}` again"
+            f"{stored.path} belongs to another version of the suite {suite.choosing_suite.name}, "
+            f"which now has version {version}; run `{suite.choose_command}` again"
         )
 
 
-def _with_stored_choice(suite: Suite, path: Path, row: str, tables: Mapping[str, Any]) -> Suite:
+def _with_stored_choice(suite: Suite, stored: StoredChoices, row: str) -> Suite:
     """The suite with the stored choice of a row; unchanged if the row has no tries.
 
     Raises ConfigError if the scores select other fields now than when they were stored, because
@@ -158,15 +173,16 @@ def _with_stored_choice(suite: Suite, path: Path, row: str, tables: Mapping[str,
     """
     if row not in suite.tries:
         return suite
-    table = tables[row]
-    choice = read_choice(f"{path}, {row}", table, len(suite.tries[row]))
+    table = stored.tables[row]
+    source = f"{stored.path}, {row}"
+    choice = read_choice(source, table, len(suite.tries[row]))
     suite = replace(suite, choices={**suite.choices, row: choice})
     # As in the file, where tuples are lists.
     fields = parse_toml(tomli_w.dumps(suite.chosen_fields(row)).encode())
     if table.get("fields") != fields:
         raise ConfigError(
-            f"{path}, {row}: the scores belong to other tries, because they would now choose "
-            f"{fields} and not {table.get('fields')}; run `{suite.choose_command}` again"
+            f"{source}: the scores belong to other tries, because they would now choose {fields} "
+            f"and not {table.get('fields')}; run `{suite.choose_command}` again"
         )
     return suite
 

@@ -35,7 +35,7 @@ from fedstill.running.runs import (
     label_runs,
     schedule_cells,
 )
-from fedstill.running.trackers import AboutRun, RoundNumbers, TensorBoard, Tracker
+from fedstill.running.trackers import AboutRun, HowEnded, RoundNumbers, TensorBoard, Tracker
 
 NUMBER = r"[-+]?[\d.]+"
 """A number in a cell. LaTeX prints its sign correctly in math mode only."""
@@ -200,11 +200,11 @@ def group_named(label: str, compared: Sequence[Group]) -> Group:
     """
     if not label:
         return compared[0]
-    by_label = {group.label: group for group in reversed(compared)}
-    if label not in by_label:
-        labels = ", ".join(group.label for group in compared)
-        raise ConfigError(f"no group has the label {label!r}; choose one of {labels}")
-    return by_label[label]
+    for group in compared:
+        if group.label == label:
+            return group
+    labels = ", ".join(group.label for group in compared)
+    raise ConfigError(f"no group has the label {label!r}; choose one of {labels}")
 
 
 def differences(compared: Sequence[Group], base: Group) -> list[GroupDifference]:
@@ -327,7 +327,10 @@ def _send(run: Run, name: str, tracker: Tracker) -> None:
         finished = numbers.finished_round(event)
         if finished is not None:
             tracker.log(finished.round, finished.numbers)
-    tracker.end("finished" if run.finished else "stopped", {})
+    state: HowEnded = "stopped"
+    if run.finished:
+        state = "finished"
+    tracker.end(state, {})
 
 
 def _folder_names(runs: Sequence[Run]) -> list[str]:
