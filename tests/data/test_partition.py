@@ -464,6 +464,25 @@ def test_slow_splits_are_read_from_the_cache(tmp_path, monkeypatch):
     assert len(list((tmp_path / "partitions").iterdir())) == 3
 
 
+@pytest.mark.parametrize("as_groups", [np.asarray, torch.from_numpy, lambda a: a.astype(object)])
+def test_the_cache_tells_long_columns_of_owners_apart(as_groups, tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
+    labels = np.zeros(2000, dtype=np.int64)
+    first = np.repeat([0, 1], 1000)
+    second = first.copy()
+    second[[500, 1500]] = [1, 0]
+
+    def by_owner(labels, clients, groups):
+        return [np.flatnonzero(np.asarray(groups) == owner) for owner in range(clients)]
+
+    for groups in (first, second):
+        parts = p.cached_split(
+            by_owner, labels, slow_seconds=0, clients=2, groups=as_groups(groups)
+        )
+        assert same(parts, by_owner(labels, 2, groups))
+    assert len(list((tmp_path / "partitions").iterdir())) == 2
+
+
 def test_a_damaged_or_missing_cache_is_as_none(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
     first = p.cached_split(p.iid, BALANCED, slow_seconds=0, clients=7, seed=1)

@@ -249,8 +249,20 @@ def _cache_path(split: Callable[..., Parts], labels: Labels, fields: dict[str, A
     name = getattr(function, "__name__", type(function).__name__)
     key = hashlib.sha256(source)
     key.update(np.ascontiguousarray(labels, dtype=np.int64).tobytes())
-    key.update(json.dumps([name, sorted(fields.items())], default=repr).encode())
+    key.update(json.dumps([name, sorted(fields.items())], default=_key_part).encode())
     return cache_folder() / "partitions" / f"{name}-{key.hexdigest()[:24]}.safetensors"
+
+
+def _key_part(value: Any) -> Any:
+    """A field's part of the cache key. An array is known by all of its values, since ``repr`` omits
+    most of them in a long array.
+    """
+    if not hasattr(value, "__array__"):
+        return repr(value)
+    array = np.ascontiguousarray(value)
+    if array.dtype.hasobject:
+        return array.tolist()
+    return [str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()]
 
 
 def _read_split(path: Path, examples: int) -> ClientSplit | None:
