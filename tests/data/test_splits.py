@@ -167,6 +167,10 @@ def test_files_keep_their_order() -> None:
         ("north/train.csv", "north"),
         ("st-anna/train-00000-of-00002.parquet", "st-anna"),
         ("region/north.csv", "region/north"),
+        ("site1_train.csv", "site1"),
+        ("site2train.csv", "site2"),
+        ("1_train.csv", "1"),
+        ("train_2024_north.csv", "2024_north"),
     ],
 )
 def test_the_client_of_a_table(path: str, client: str) -> None:

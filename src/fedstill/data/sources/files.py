@@ -405,17 +405,15 @@ def client_name(place: Path, path: Path, *, class_folders: bool) -> str:
 def _without_split_words(name: str) -> str:
     """A file's name without words of splits and the separators around them.
 
+    Numbers remain, since they may tell clients apart.
+
     >>> _without_split_words("north_train"), _without_split_words("St-Test-Anna")
     ('north', 'St-Anna')
+    >>> _without_split_words("site1_train"), _without_split_words("1_train")
+    ('site1', '1')
     """
-    pieces = re.split(r"([\W\d_]+)", name)
-    words = pieces[::2]
-    gaps = ["", *pieces[1::2]]
-    parts = [
-        gap + word
-        for gap, word in zip(gaps, words, strict=True)
-        if word.casefold() not in SPLIT_WORDS
-    ]
+    pieces = re.finditer(r"[\W_]*(?P<word>[^\W\d_]+|\d*)", name)
+    parts = [piece[0] for piece in pieces if piece["word"].casefold() not in SPLIT_WORDS]
     return re.sub(r"^[\W_]+", "", "".join(parts))
 
 
