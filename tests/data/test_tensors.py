@@ -73,6 +73,14 @@ def test_fractions_are_no_labels_and_no_cast_is_suggested(kind: Any) -> None:
     assert "example 1 " in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf, 1e39])
+def test_a_value_that_is_not_finite_in_32_bits_is_named_by_its_example(value: float) -> None:
+    values = np.zeros((N, 2))
+    values[7, 1] = value
+    with pytest.raises(DataError, match="mine, train: example 7 "):
+        from_tensors("mine", (values, LABELS))
+
+
 @pytest.mark.parametrize("unknown", [np.nan, np.inf])
 def test_a_label_that_is_missing_is_named_by_its_example(unknown: float) -> None:
     labels = LABELS.astype("float64")

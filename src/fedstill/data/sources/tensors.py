@@ -308,12 +308,15 @@ def _numbers(part: str, values: NDArray[Any]) -> NDArray[Any]:
         check_channels(part, values)
     if is_pixels:
         return values
-    wrong = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1))
+    with np.errstate(over="ignore"):
+        in_32_bits = np.ascontiguousarray(values, dtype=np.float32)
+    wrong = np.flatnonzero(~np.isfinite(in_32_bits).reshape(len(values), -1).all(1))
     if len(wrong):
         raise DataError(
-            f"{part}: example {wrong[0]} has a missing or infinite value; correct or remove it"
+            f"{part}: example {wrong[0]} has a missing or infinite value, or one too large for "
+            "32 bits; correct or remove it"
         )
-    return np.ascontiguousarray(values, dtype=np.float32)
+    return in_32_bits
 
 
 def _ids(part: str, values: NDArray[Any], vocabulary: int) -> NDArray[np.int64]:
