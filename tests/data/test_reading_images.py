@@ -398,6 +398,16 @@ def test_skipped_images_in_folders_leave_clients_in_step(place: Path) -> None:
     assert "south/cat/00.png" in data.about.warnings[0]
 
 
+def test_each_parquet_file_of_images_is_a_client(place: Path) -> None:
+    for client, images in (("north", numbered(10)), ("south", [BAD, *numbered(20)[11:]])):
+        table(place / "mine" / client, images)
+    data = load_dataset("mine", broken="skip", owner=FILE)
+    assert data.about.owners == ("north/0", "south/0")
+    for split in (data.train, data.test):
+        assert split.owners is not None
+        assert np.array_equal(split.owners, split.values[:, 0, 0, 0] >= 10)
+
+
 class Stream:
     """A split of a data set as the hub streams it."""
 

@@ -100,10 +100,8 @@ class FileFrame(ABC):
         """
         tables = self._tables_of_files([name for name in names if name != FILE])
         if FILE in names:
-            tables = [
-                table.append_column(FILE, pa.array([client] * len(table), pa.string()))
-                for table, client in zip(tables, self.clients, strict=True)
-            ]
+            files = zip(tables, self.clients, self._file_rows, strict=True)
+            tables = list(starmap(_with_client, files))
         try:
             table = pa.concat_tables(tables, promote_options="permissive")
         except (pa.ArrowTypeError, pa.ArrowInvalid):
@@ -113,9 +111,27 @@ class FileFrame(ABC):
             raise
         return with_missing(table.select(list(names)), self.options.missing_values)
 
+    @property
+    def rows(self) -> int:
+        """The number of rows in all files."""
+        return sum(self._file_rows)
+
+    @property
+    @abstractmethod
+    def _file_rows(self) -> list[int]:
+        """The number of rows in each file."""
+
     @abstractmethod
     def _tables_of_files(self, names: Sequence[str]) -> list[pa.Table]:
         """Some columns of each file."""
+
+
+def _with_client(table: pa.Table, client: str, rows: int) -> pa.Table:
+    """The table of a file with the column ``FILE``, which contains the file's client."""
+    clients = pa.repeat(pa.scalar(client, pa.string()), rows)
+    if not table.num_columns:  # Arrow counts no rows in such a table.
+        return pa.table({FILE: clients})
+    return table.append_column(FILE, clients)
 
 
 class ParquetFrame(FileFrame):
@@ -128,9 +144,9 @@ class ParquetFrame(FileFrame):
             return with_normal_names(self.files[0], pq.read_schema(self.files[0]))
 
     @cached_property
-    def rows(self) -> int:
-        """The number of rows according to the files' metadata."""
-        return sum(ParquetSource.of(path).metadata.num_rows for path in self.files)
+    def _file_rows(self) -> list[int]:
+        """The number of rows in each file, according to its metadata."""
+        return [ParquetSource.of(path).metadata.num_rows for path in self.files]
 
     def labelled_images(self, image: str, label: str) -> Iterator[LabelledImage]:
         """Each row's encoded image and label.
@@ -540,9 +556,9 @@ class CsvFrame(FileFrame):
         raise IndexError(f"there is no row {row}")
 
     @property
-    def rows(self) -> int:
-        """The number of rows in all files."""
-        return sum(map(len, self._tables))
+    def _file_rows(self) -> list[int]:
+        """The number of rows in each file."""
+        return [len(table) for table in self._tables]
 
     @cached_property
     def _tables(self) -> list[pa.Table]:
