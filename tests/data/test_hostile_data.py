@@ -285,6 +285,19 @@ def test_what_the_lies_are_made_of_is_read_when_it_is_true(tmp_path: Path) -> No
     assert (len(data.train), data.input_shape) == (8, (1, 4, 4))
 
 
+def test_a_folder_with_several_npz_files_is_refused(tmp_path: Path) -> None:
+    place = archive(tmp_path / "mine/a.npz")
+    archive(tmp_path / "mine/b.npz")
+    refused(r"a\.npz, b\.npz.*data\.name = 'mine/a\.npz'", place)
+
+
+def test_images_beside_an_npz_are_reported(tmp_path: Path) -> None:
+    place = archive(tmp_path / "mine/a.npz")
+    Image.new("L", (4, 4)).save(place / "b.png")
+    (warning,) = load_dataset(str(place)).about.warnings
+    assert "a.npz: b.png" in warning
+
+
 LIES = {
     "582 TiB": header("(10, 8000000, 8000000)"),
     "negative": header("(10, -4, -4)") + bytes(160),

@@ -131,7 +131,10 @@ def read_folder(
 
 
 def _decoded_images(place: Path, files: Sequence[Path], request: ReadRequest) -> Decoded:
-    """The images in a folder, by its layout: IDX, NPZ, or images by class."""
+    """The images in a folder, by its layout: IDX, NPZ, or images by class.
+
+    Raises DataError if there are several NPZ archives.
+    """
     check_images_only(str(place), request.options)
     archives = [path for path in files if path.parent == place and has_suffix(path, {".npz"})]
     if not is_idx(place) and not archives:
@@ -139,7 +142,16 @@ def _decoded_images(place: Path, files: Sequence[Path], request: ReadRequest) ->
     check_not_encoded(str(place), request)
     if is_idx(place):
         return read_idx(place)
-    return read_npz(archives[0])
+    if len(archives) > 1:
+        raise DataError(
+            f"{place} has several .npz files ({file_list(archives)}); name one of them: data.name ="
+            f" '{place.name}/{archives[0].name}'"
+        )
+    images = [path for path in files if has_suffix(path, IMAGE_SUFFIXES)]
+    warning = ""
+    if images:
+        warning = f"ignored because there is {archives[0].name}: {file_list(images)}"
+    return read_npz(archives[0]).with_warnings(warning)
 
 
 def find_table_files(place: Path, files: Sequence[Path]) -> FileSplits:
