@@ -11,6 +11,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -586,6 +587,40 @@ def test_known_names_hold_what_they_promise(root, monkeypatch):
 
 
 # The cache
+
+
+def write_declared(path, names, image):
+    """Ten rows with the ids of declared class names: images, or a number each."""
+    labels = [row % len(names) for row in range(10)]
+    if image:
+        write_parquet(path, pictures(10, 2, (4, 4))[0], labels, names)
+        return
+    features = {"x": datasets.Value("float32"), "label": datasets.ClassLabel(names=names)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = {"x": [float(row) for row in range(10)], "label": labels}
+    datasets.Dataset.from_dict(rows, features=datasets.Features(features)).to_parquet(path)
+
+
+@pytest.mark.parametrize("image", [True, False])
+def test_splits_that_declare_different_class_names_are_refused(root, image):
+    write_declared(root / "zoo/train.parquet", ["cat", "dog", "emu"], image)
+    write_declared(root / "zoo/test.parquet", ["cat", "emu"], image)
+    conflict = r"class id 1 means 'emu' in .*test\.parquet, but 'dog' in .*train\.parquet; write"
+    with pytest.raises(DataError, match=conflict):
+        load_dataset("zoo")
+    write_declared(root / "zoo/test.parquet", ["cat", "dog"], image)
+    with pytest.raises(DataError, match=r"class id 2 means nothing in .*test\.parquet, but 'emu'"):
+        load_dataset("zoo")
+    write_declared(root / "zoo/test.parquet", ["cat", "dog", "emu"], image)
+    assert load_dataset("zoo").classes == ("cat", "dog", "emu")
+
+
+@pytest.mark.parametrize("image", [True, False])
+def test_files_of_a_split_that_declare_different_class_names_are_refused(root, image):
+    write_declared(root / "zoo/north.parquet", ["cat", "dog"], image)
+    write_declared(root / "zoo/south.parquet", ["dog", "emu"], image)
+    with pytest.raises(DataError, match=r"class id 0 means 'dog' in .*south\.parquet, but 'cat'"):
+        load_dataset("zoo")
 
 
 def test_the_cache_is_mapped_copy_on_write_and_repaired(tmp_path):

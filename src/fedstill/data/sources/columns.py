@@ -46,6 +46,7 @@ from fedstill.data.sources.schema import (
     NUMBER,
     TableSchema,
     check_same_types,
+    class_names,
     holds_numbers,
     table_schema,
 )
@@ -53,6 +54,8 @@ from fedstill.data.sources.tables import (
     MISSING_TEXTS,
     CsvFrame,
     Frame,
+    ParquetFrame,
+    ParquetSource,
     name_of_files,
 )
 from fedstill.data.sources.verification import RawSplit, checked_label, decoded_with_class_ids
@@ -120,14 +123,84 @@ def _column_warnings(
 def schema_of_frames(
     source: str, frames: Mapping[str, Frame], request: ReadRequest
 ) -> TableSchema | None:
-    """The schema of the columns of the first split; None for images."""
+    """The schema of the columns of the first split; None for images.
+
+    Raises DataError if files or splits declare different class names.
+    """
     frame = next(iter(frames.values()))
 
     def categories(name: str) -> list[Any]:
         column = frame.read([name])[name]
         return list(names_in_order(distinct_values(column).values))
 
-    return table_schema(source, frame.schema, request, categories)
+    schema = table_schema(source, frame.schema, request, categories)
+    if schema is None:
+        return None
+    labels = dict.fromkeys(frames, schema.label)
+    return replace(schema, classes=declared_classes(source, frames, labels))
+
+
+# The class names that files declare for ids.
+
+
+@dataclass(frozen=True)
+class _ClassDeclaration:
+    """The class names that a file or split declares for the ids in its column of labels."""
+
+    part: str
+    names: tuple[str, ...]
+
+
+def declared_classes(
+    source: str, frames: Mapping[str, Frame], labels: Mapping[str, str]
+) -> tuple[str, ...] | None:
+    """The class names that the files of all splits declare for ids; None if no file declares any.
+
+    labels: the column of labels of each split. Raises DataError if two files or splits declare
+    different names, because an id would then mean two classes.
+    """
+    declarations = []
+    for split, frame in frames.items():
+        declarations += _class_declarations(f"{source}, {split}", frame, labels[split])
+    if not declarations:
+        return None
+    first = declarations[0]
+    for declaration in declarations:
+        if declaration.names != first.names:
+            raise DataError(_class_conflict(first, declaration))
+    return first.names
+
+
+def _class_declarations(part: str, frame: Frame, label: str) -> list[_ClassDeclaration]:
+    """The declarations of a split, or of each of its parquet files."""
+    schemas = {part: frame.schema}
+    if isinstance(frame, ParquetFrame):
+        schemas = {str(path): ParquetSource.of(path).schema for path in frame.files}
+    declarations = []
+    for name, schema in schemas.items():
+        names = class_names(schema, label)
+        if names is not None:
+            declarations.append(_ClassDeclaration(name, names))
+    return declarations
+
+
+def _class_conflict(first: _ClassDeclaration, second: _ClassDeclaration) -> str:
+    """The message about two declarations that differ, with the first id that differs."""
+    count = min(len(first.names), len(second.names))
+    index = next((i for i in range(count) if first.names[i] != second.names[i]), count)
+    first_name = _name_of_id(first, index)
+    second_name = _name_of_id(second, index)
+    return (
+        f"class id {index} means {second_name} in {second.part}, but {first_name} in "
+        f"{first.part}; write the files again with the same class names"
+    )
+
+
+def _name_of_id(declaration: _ClassDeclaration, index: int) -> str:
+    """The name of a class id in a message."""
+    if index < len(declaration.names):
+        return repr(declaration.names[index])
+    return "nothing"
 
 
 # The tables of all splits.

@@ -26,7 +26,13 @@ from torch import Tensor
 from fedstill.core.errors import DataError, cut_reason, on_one_line
 from fedstill.core.fields import nfc
 from fedstill.data.dataset import FILE, DatasetInfo, Decoded, ReadRequest, Split
-from fedstill.data.sources.columns import Owners, encode_frames, owners_of, schema_of_frames
+from fedstill.data.sources.columns import (
+    Owners,
+    declared_classes,
+    encode_frames,
+    owners_of,
+    schema_of_frames,
+)
 from fedstill.data.sources.files import (
     EXAMPLE_BYTES,
     check_ratio,
@@ -50,7 +56,6 @@ from fedstill.data.sources.images import (
 )
 from fedstill.data.sources.schema import (
     check_owner,
-    class_names,
     image_columns,
     label_column,
     no_column,
@@ -152,19 +157,25 @@ def read_frames(
         check_not_encoded(source, request)
         return encode_frames(source, frames, schema)
 
-    rows = {}
-    names: tuple[str, ...] | None = None
+    image_frames: dict[str, ImageFrame] = {}
+    images = {}
+    labels = {}
     for split, frame in frames.items():
         if isinstance(frame, CsvFrame):
             raise DataError(
                 f"{source}: a CSV file holds no images; remove data.image_column and data.kind"
             )
         check_owner(source, frame.schema.names, request.options)
-        image = _image_column(source, frame.schema, request)
-        label = label_column(source, frame.schema, request)
-        names = names or class_names(frame.schema, label)
-        pictures = Pictures(f"{source}, {split}", request, frame.rows, within)
-        rows[split] = decode_images(pictures, frame.labelled_images(image, label))
+        image_frames[split] = frame
+        images[split] = _image_column(source, frame.schema, request)
+        labels[split] = label_column(source, frame.schema, request)
+    names = declared_classes(source, image_frames, labels)
+
+    rows = {}
+    for split, image_frame in image_frames.items():
+        pictures = Pictures(f"{source}, {split}", request, image_frame.rows, within)
+        labelled_images = image_frame.labelled_images(images[split], labels[split])
+        rows[split] = decode_images(pictures, labelled_images)
     owner = request.options.owner
     owner_tables = {}
     if owner:
