@@ -14,6 +14,7 @@ import pytest
 
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.data import tokens
+from fedstill.data.sources import load_dataset
 from fedstill.data.tokens import token_ids
 
 TEXTS = ["The cat sat on the mat.", "", "Ünïcode, 42 — déjà vu!", "   \t\n", "a"]
@@ -133,6 +134,22 @@ def test_a_tokenizers_file_has_padding_0_whatever_it_has_itself(
     assert got.vocabulary == len(own) + shift
     assert got.sha == hashlib.sha256(path.read_bytes()).hexdigest()
     assert token_ids(["the cat", "the cat sat on"], str(path), 0, 3).cut_share == 0.5
+
+
+def test_texts_are_encoded_again_after_the_tokenizer_file_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
+    rows = [f"the cat sat,{row % 2}" for row in range(10)]
+    (tmp_path / "texts.csv").write_text("\n".join(["text,label", *rows]))
+    fields = {"tokenizer": str(tmp_path / "tokenizer.json"), "length": 4}
+    written(tmp_path, 0)
+    first = load_dataset(tmp_path / "texts.csv", **fields)
+    written(tmp_path, 3)
+    second = load_dataset(tmp_path / "texts.csv", **fields)
+    assert first.about.tokenizer_sha != second.about.tokenizer_sha
+    assert first.train.values[0].tolist() == [2, 3, 4, 0]
+    assert second.train.values[0].tolist() == [2, 3, 5, 0]
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,14 @@ def _zero_is_padding(tokenizer: Any) -> bool:
     return bool(tokenizer.padding["pad_id"] == 0)
 
 
+def tokenizer_digest(tokenizer: str) -> str:
+    """The SHA-256 of a tokenizer file; "" for other tokenizers, and for a file that is absent."""
+    path = Path(tokenizer)
+    if not tokenizer.endswith(".json") or not path.is_file():
+        return ""
+    return digest(_read(path))
+
+
 def _read(path: Path) -> bytes:
     try:
         return read_file(path)

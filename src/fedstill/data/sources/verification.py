@@ -34,6 +34,7 @@ from fedstill.data.dataset import (
 )
 from fedstill.data.sources.catalog import KnownData
 from fedstill.data.sources.files import SPLITS
+from fedstill.data.tokens import tokenizer_digest
 
 # Labels as class ids: whole numbers, or names.
 
@@ -372,7 +373,12 @@ def decoded_once(
     known = None
     if entry is not None:
         known = asdict(entry)
-    key_fields = {**source, "request": asdict(request), "known": known}
+    key_fields = {
+        **source,
+        "request": asdict(request),
+        "tokenizer": tokenizer_digest(request.options.tokenizer),
+        "known": known,
+    }
 
     def decode() -> Decoded:
         return verified_with_test_split(name, read(), request.options, entry, in_place=True)
