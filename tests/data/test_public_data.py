@@ -4,6 +4,8 @@ does not fit.
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,17 +17,20 @@ import toys
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.core.records import Examples
+from fedstill.data.dataset import Dataset
 from fedstill.data.sources import files
 from fedstill.running import client_data
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run
 
 
-def public(method: object = "hiper_fedkd", **data: object) -> Examples:
+def public(
+    method: object = "hiper_fedkd", dataset: Dataset | None = None, **data: object
+) -> Examples:
     experiment = toys.toy(
         method, data=data, topology={"clients": 4}, plan={"epochs": 1, "batch": 20, "lr": 0.05}
     )
-    found = prepare(resolve(experiment), toys.blobs()).sites.public
+    found = prepare(resolve(experiment), dataset or toys.blobs()).sites.public
     assert found is not None
     return found
 
@@ -136,6 +141,36 @@ def test_another_data_set_must_have_the_classes_or_give_no_labels() -> None:
         public(public_from="digits", public_resize=True)
     found = public(public_from="digits", public_resize=True, public_labels=False, public=50)
     assert found.values.shape == (50, 1, 4, 4)
+
+
+def write_shades(folder: Path, shades: dict[str, int]) -> Path:
+    """Images of one shade per class, in folders by class, with the same training and test split."""
+    for name, shade in shades.items():
+        for split in ("train", "test"):
+            path = folder / split / name / "0.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (toys.SIDE, toys.SIDE), shade).save(path)
+    return folder
+
+
+def test_public_labels_are_mapped_by_class_name(tmp_path: Path) -> None:
+    shades = {f"class {number}": number for number in range(5)}
+    folder = write_shades(tmp_path / "shades", shades)
+    dataset = toys.blobs()
+    reverse = replace(dataset, classes=dataset.classes[::-1])
+    found = public(dataset=reverse, public_from=str(folder))
+    assert found.labels.tolist() == [4 - int(image[0, 0, 0]) for image in found.values]
+    write_shades(tmp_path / "others", {"a class": 5, **shades})
+    shutil.rmtree(tmp_path / "others/train/class 3")
+    shutil.rmtree(tmp_path / "others/test/class 3")
+    with pytest.raises(DataError, match=r"a class 'a class', which .*data\.public_labels = false"):
+        public(public_from=str(tmp_path / "others"))
+
+
+def test_public_labels_are_used_directly_if_classes_are_only_numbered(tmp_path: Path) -> None:
+    folder = write_shades(tmp_path / "shades", {str(number): number for number in range(5)})
+    found = public(public_from=str(folder))
+    assert found.labels.tolist() == found.values[:, 0, 0, 0].tolist()
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def public_of(
         raise Refused(f"the request's facts about data are malformed: shape {facts.shape}")
     like = ExampleForm(
         shape=facts.shape,
-        classes=len(facts.classes),
+        classes=facts.classes,
         mean=facts.mean,
         std=facts.std,
         about=facts.about,

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedstill.config.settings import Settings
 from fedstill.config.tables import DataTable
 from fedstill.core.errors import ConfigError, DataError
+from fedstill.core.fields import nfc
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Examples
 from fedstill.core.stream import Cut
@@ -63,12 +64,12 @@ RESIZED_AT_ONCE = 1000
 class ExampleForm:
     """The form that public examples must have to match the examples of a run.
 
-    shape: the shape of an example. classes: the number of classes. mean, std: those of pixels.
+    shape: the shape of an example. classes: the names of the classes. mean, std: those of pixels.
     about: the kind of examples. reading: keywords of ``load_dataset`` for files without images.
     """
 
     shape: tuple[int, ...]
-    classes: int
+    classes: tuple[str, ...]
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     about: DatasetInfo = IMAGE_INFO
@@ -98,7 +99,7 @@ def set_public_apart(settings: Settings, dataset: Dataset, train: Examples) -> P
     from elsewhere, according to the keys ``data.public…``.
 
     A missing or hidden label is -1. Raises ConfigError or DataError if the public examples have
-    another shape or another number of classes than the run's.
+    another shape or other classes than the run's.
     """
     data = settings.data
     if data.public_from == TRAIN:
@@ -106,7 +107,7 @@ def set_public_apart(settings: Settings, dataset: Dataset, train: Examples) -> P
         return replace(split, public=_as_methods_see_it(settings, split.public))
     form = ExampleForm(
         shape=dataset.input_shape,
-        classes=len(dataset.classes),
+        classes=dataset.classes,
         mean=dataset.mean,
         std=dataset.std,
         about=dataset.about,
@@ -215,7 +216,7 @@ def _from_elsewhere(settings: Settings, form: ExampleForm, source: str, folder: 
     folder: the folder of the data set ``source``, if the settings name one.
     """
     data = settings.data
-    classes = None
+    classes: tuple[str, ...] | None = None
     if form.are_images and images_in(Path(source)):
         is_square = form.shape[1] == form.shape[2]
         side = None
@@ -234,13 +235,15 @@ def _from_elsewhere(settings: Settings, form: ExampleForm, source: str, folder: 
             dataset = load_dataset(source, folder=folder or None, **form.reading, **image_options)
         _check_kind(form, source, dataset)
         public = dataset.train
-        classes = len(dataset.classes)
+        classes = dataset.classes
 
     if data.public_resize:
         bytes_resized = len(public) * math.prod(form.shape)
         check_size(f"data.public_from = {source!r}, resized,", bytes_resized)
         public = Examples(_resized(public.values, form.shape), public.labels)
-    _check_examples(settings, form, source, public, classes)
+    _check_shape(form, source, public)
+    if data.public_labels and classes is not None:
+        public = replace(public, labels=_labels_of_run(form, source, public.labels, classes))
     return _drawn(settings, form, source, public)
 
 
@@ -281,10 +284,8 @@ def _check_kind(form: ExampleForm, source: str, dataset: Dataset) -> None:
         )
 
 
-def _check_examples(
-    settings: Settings, form: ExampleForm, source: str, public: Examples, classes: int | None
-) -> None:
-    """Raise DataError for examples of another shape, or labels of another number of classes."""
+def _check_shape(form: ExampleForm, source: str, public: Examples) -> None:
+    """Raise DataError for examples of another shape than the run's."""
     plural = form.plural
     shape = tuple(public.values.shape[1:])
     if shape != form.shape:
@@ -295,11 +296,39 @@ def _check_examples(
             f"the public {plural} of {source} have shape {shape}, but the run's have {form.shape}; "
             f"{remedy}set data.public_from to other {plural}"
         )
-    if settings.data.public_labels and classes is not None and classes != form.classes:
+
+
+def _labels_of_run(
+    form: ExampleForm, source: str, labels: Tensor, classes: tuple[str, ...]
+) -> Tensor:
+    """The labels of public examples as class ids of the run. They are mapped by class name, unless
+    the classes of the run or of the public examples are only numbered.
+
+    classes: the names of the public examples' classes. Raises DataError if the run's classes are
+    others.
+    """
+    public_names = [nfc(name) for name in classes]
+    run_names = [nfc(name) for name in form.classes]
+    unknown = [name for name in public_names if name not in run_names]
+    difference = ""
+    if len(public_names) != len(run_names):
+        difference = f"{len(public_names)} classes, but the run's data have {len(run_names)}"
+    elif _are_numbers(public_names) or _are_numbers(run_names):
+        return labels
+    elif unknown:
+        difference = f"a class {unknown[0]!r}, which the run's data do not have"
+    if difference:
         raise DataError(
-            f"the public {plural} of {source} have {classes} classes, but the run's data have "
-            f"{form.classes}; set data.public_labels = false to use the {plural} without labels"
+            f"the public {form.plural} of {source} have {difference}; set data.public_labels = "
+            f"false to use the {form.plural} without labels"
         )
+    ids = torch.tensor([run_names.index(name) for name in public_names], dtype=torch.int64)
+    return ids[labels]
+
+
+def _are_numbers(classes: Sequence[str]) -> bool:
+    """Whether classes have no names, but only their numbers."""
+    return all(name == str(index) for index, name in enumerate(classes))
 
 
 def _unlabelled(values: Tensor) -> Examples:
