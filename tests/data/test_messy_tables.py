@@ -197,6 +197,24 @@ def test_fractional_labels_are_refused_with_their_row() -> None:
         load_dataset(csv("x,label", "{},1", "{},0.5"))
 
 
+@pytest.mark.parametrize("text_split", ["train", "test"])
+def test_codes_with_leading_zeros_are_the_same_in_all_files(text_split: str) -> None:
+    for split in ("train", "test"):
+        codes = ["01", "10"]
+        if split == text_split:
+            codes.append("A1")
+        rows = [f"{{}},{code},{code},{code}" for code in codes]
+        csv("x,ward, site ,label", *rows, name=f"d/{split}.csv")
+    categories = (("ward", ("01", "10", "A1")),)
+    data = load_dataset("d", columns=("x", "ward"), categorical=categories, owner="site")
+    assert data.classes == data.about.owners == ("01", "10", "A1")
+    for examples in (data.train, data.test):
+        assert torch.equal(examples.labels, examples.values[:, 1:].argmax(1))
+        assert examples.owners is not None
+        assert torch.equal(examples.owners, examples.labels)
+        assert {0, 1} <= set(examples.labels.tolist())
+
+
 # Decimal commas
 
 

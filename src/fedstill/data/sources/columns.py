@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -57,6 +57,7 @@ from fedstill.data.sources.tables import (
     ParquetFrame,
     ParquetSource,
     name_of_files,
+    with_same_texts,
 )
 from fedstill.data.sources.verification import RawSplit, checked_label, decoded_with_class_ids
 from fedstill.data.tokens import token_ids
@@ -73,6 +74,7 @@ def encode_frames(source: str, frames: Mapping[str, Frame], schema: TableSchema)
     permit it), an infinite value, and lists of different lengths.
     """
     options = schema.options
+    frames = with_same_texts(frames, [*schema.identifiers, *dict(options.categorical)])
     splits = _read_splits(source, frames, schema)
     tables = splits.parts
     if options.split_column:
@@ -542,7 +544,7 @@ def _check_label_types(source: str, splits: Mapping[str, RawSplit]) -> None:
     train_texts = set(map(str, train_labels))
     for name, split in splits.items():
         labels = set(split.labels)
-        is_same_type = _has_names(labels) == _has_names(train_labels)
+        is_same_type = _kind_of_labels(labels) == _kind_of_labels(train_labels)
         if not is_same_type and train_texts.isdisjoint(map(str, labels)):
             raise DataError(
                 f"{source}: {name} has the labels {_first_labels(labels)}, but train has "
@@ -550,8 +552,14 @@ def _check_label_types(source: str, splits: Mapping[str, RawSplit]) -> None:
             )
 
 
-def _has_names(labels: set[int | str]) -> bool:
-    return any(isinstance(label, str) for label in labels)
+def _kind_of_labels(labels: set[int | str]) -> Literal["numbers", "codes", "names"]:
+    """The kind of labels; codes are texts that look like numbers, such as 01."""
+    texts = [label for label in labels if isinstance(label, str)]
+    if not texts:
+        return "numbers"
+    if all(re.match(NUMBER, text) for text in texts):
+        return "codes"
+    return "names"
 
 
 def _first_labels(labels: set[int | str]) -> str:

@@ -300,10 +300,15 @@ class TableSchema:
         return [*self.options.columns]
 
     @property
+    def identifiers(self) -> list[str]:
+        """The columns of labels, owners and splits."""
+        columns = [self.label, self.options.owner, self.options.split_column]
+        return list(filter(None, columns))
+
+    @property
     def names(self) -> list[str]:
         """All columns to read."""
-        extra_columns = [self.label, self.options.owner, self.options.split_column]
-        return list(dict.fromkeys([*self.inputs, *filter(None, extra_columns)]))
+        return list(dict.fromkeys([*self.inputs, *self.identifiers]))
 
     @property
     def left_out(self) -> str:

@@ -6,10 +6,10 @@ import contextlib
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import starmap
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -511,8 +511,12 @@ HEADER_BYTES = 1 << 20
 """The number of bytes at the start of a file that must contain its first line."""
 
 
+@dataclass(frozen=True)
 class CsvFrame(FileFrame):
     """The concatenated rows of CSV files in UTF-8 with a header line."""
+
+    texts: tuple[str, ...] = ()
+    """The columns that are read as text even if all their values are numbers."""
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -541,6 +545,12 @@ class CsvFrame(FileFrame):
             tables.append(table.select(present))
         return tables
 
+    @property
+    def text_columns(self) -> set[str]:
+        """The columns that are text in any of the files."""
+        fields = chain.from_iterable(table.schema for table in self._tables)
+        return {field.name for field in fields if holds_text(field.type)}
+
     def missing_text_at(self, name: str, row: int) -> str:
         """The text that denotes the missing value in a row, such as "NA"; empty for an empty field.
 
@@ -562,13 +572,36 @@ class CsvFrame(FileFrame):
 
     @cached_property
     def _tables(self) -> list[pa.Table]:
-        return [csv_table(path, self.options) for path in self.files]
+        return [csv_table(path, self.options, self.texts) for path in self.files]
 
 
-def csv_table(path: Path, options: ReadingOptions = DEFAULT_OPTIONS) -> pa.Table:
+def with_same_texts(frames: Mapping[str, Frame], names: Collection[str]) -> dict[str, Frame]:
+    """The frames of all splits, in which those of the columns that are text in one CSV file are
+    text in all.
+
+    Otherwise, the code 01 would become 1 in a split that has no code such as A1. Files of one split
+    must have the same types.
+    """
+    csv_frames = {split: frame for split, frame in frames.items() if isinstance(frame, CsvFrame)}
+    text_columns: set[str] = set()
+    for frame in csv_frames.values():
+        text_columns |= frame.text_columns & set(names)
+
+    same = dict(frames)
+    for split, frame in csv_frames.items():
+        numeric = text_columns - frame.text_columns
+        if numeric:
+            same[split] = replace(frame, texts=tuple(sorted(numeric)))
+    return same
+
+
+def csv_table(
+    path: Path, options: ReadingOptions = DEFAULT_OPTIONS, texts: Collection[str] = ()
+) -> pa.Table:
     """The columns of a CSV file, with stripped names in Unicode normal form.
 
-    Raises DataError for a file that is not CSV.
+    texts: the columns to read as text even if all their values are numbers. Raises DataError for a
+    file that is not CSV.
     """
     with file_errors(path):
         check_size(path, 8 * path.stat().st_size)
@@ -588,7 +621,12 @@ def csv_table(path: Path, options: ReadingOptions = DEFAULT_OPTIONS) -> pa.Table
                 raise DataError(
                     f"{path}, column {field.name!r}, is not in UTF-8; save the file as CSV in UTF-8"
                 )
-        table = _with_quoted_texts(path, separator, options, table)
+        numeric_texts = [
+            stored
+            for stored, name in zip(table.column_names, names, strict=True)
+            if name in texts and not holds_text(table.schema.field(stored).type)
+        ]
+        table = _with_texts(path, separator, options, table, numeric_texts)
     return with_strays(str(path), table.rename_columns(names))
 
 
@@ -617,18 +655,23 @@ def _separator(path: Path) -> str:
     return max(SEPARATORS, key=without_quoted.count)
 
 
-def _with_quoted_texts(
-    path: Path, separator: str, options: ReadingOptions, table: pa.Table
+def _with_texts(
+    path: Path,
+    separator: str,
+    options: ReadingOptions,
+    table: pa.Table,
+    numeric_texts: Sequence[str],
 ) -> pa.Table:
     """The table in which quoted texts such as "None" or "NA" are not missing in columns of texts.
 
-    An empty text in quotes remains missing.
+    An empty text in quotes remains missing. numeric_texts: columns of numbers that become texts.
     """
     names = [
         field.name
         for field in table.schema
         if pa.types.is_string(field.type) and table[field.name].null_count
     ]
+    names += numeric_texts
     if not names:
         return table
     texts = _parsed_csv(
