@@ -140,7 +140,7 @@ def test_a_missing_value_names_its_column_even_if_its_name_has_an_equals_sign(co
 
 
 def test_marks_of_missing_values_are_compared_as_numbers_and_as_texts() -> None:
-    name = csv("a,b,label", "{},1.5,x", "-999.0,k.A.,y", "{},-999,x", "4,2.5,-999")
+    name = csv("a,b,label", "{},1.5,x", "-999.0,k.A.,y", "{},-999,x", "4,2.5,k.A.")
     fields: dict[str, Any] = {"missing_values": (-999, "k.A."), "missing": "mean"}
     data = load_dataset(name, **fields, unlabelled="drop")
     values = torch.cat([data.train.values, data.test.values])
@@ -155,6 +155,24 @@ def test_marks_of_missing_values_are_compared_as_numbers_and_as_texts() -> None:
     read = load_dataset("mine.parquet", **columns, **fields)
     assert read.about.features == ("a", "b=u")
     assert int(read.train.values.isnan().sum()) == len(read.train)
+
+
+@pytest.mark.parametrize(("zero", "one"), [("0", "1"), ("0", "A")])
+def test_numbers_mark_no_labels_and_no_owners(zero: str, one: str) -> None:
+    name = csv("x,dose,site,label", f"{{}},1,{zero},{zero}", f"{{}},0,{one},{one}")
+    data = load_dataset(
+        name, columns=("x", "dose"), owner="site", missing_values=(0,), missing="mean"
+    )
+    assert data.classes == data.about.owners == (zero, one)
+    assert set(data.train.labels.tolist()) == {0, 1}
+    assert torch.equal(data.train.values[:, 1].isnan(), data.train.labels == 1)
+    assert any("the label 0 is a class" in warning for warning in data.about.warnings)
+
+
+def test_texts_mark_numbers_that_are_labels() -> None:
+    name = csv("x,label", "{},0", "{},1", "{},-9")
+    data = load_dataset(name, missing_values=("-9",), unlabelled="drop")
+    assert data.classes == ("0", "1")
 
 
 def test_other_marks_replace_the_usual_ones() -> None:

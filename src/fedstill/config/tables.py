@@ -340,7 +340,8 @@ class DataTable(Table):
     missing_values: Annotated[tuple[str | int | float, ...], Len(1, 1000)] | None = Field(
         default=None,
         description="The texts and numbers that mark missing values. They replace the usual marks "
-        "in CSV files (NA, None, …), except the empty field.",
+        "in CSV files (NA, None, …), except the empty field. Numbers do not apply to the columns "
+        "of labels, owners and splits.",
     )
     unlabelled: Literal["refuse", "drop"] | None = Field(
         default=None,

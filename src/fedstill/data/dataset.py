@@ -98,7 +98,7 @@ class ReadingOptions:
     """The decimal mark of CSV files."""
     missing_values: tuple[str | int | float, ...] = ()
     """Texts and numbers that mark missing values. In CSV files, they replace the usual marks such
-    as NA; an empty field is always missing.
+    as NA; an empty field is always missing. Numbers do not apply to labels, owners and splits.
     """
     unlabelled: Literal["refuse", "drop"] = "refuse"
     """The treatment of examples without a label: an error, or leaving them out."""

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -57,6 +58,7 @@ from fedstill.data.sources.tables import (
     ParquetFrame,
     ParquetSource,
     name_of_files,
+    with_missing,
     with_same_texts,
 )
 from fedstill.data.sources.verification import RawSplit, checked_label, decoded_with_class_ids
@@ -115,7 +117,11 @@ def _column_warnings(
     options = schema.options
     categorical = dict(options.categorical)
     numeric = [name for name in options.columns if name not in categorical]
-    warnings = [schema.left_out, _stray_label_warning(raw_splits)]
+    warnings = [
+        schema.left_out,
+        _stray_label_warning(raw_splits),
+        _marked_label_warning(raw_splits, options.missing_values),
+    ]
     warnings += lost_precision(train, numeric)
     if not schema.chosen:
         warnings += row_numbers(train, options.columns)
@@ -132,8 +138,8 @@ def schema_of_frames(
     frame = next(iter(frames.values()))
 
     def categories(name: str) -> list[Any]:
-        column = frame.read([name])[name]
-        return list(names_in_order(distinct_values(column).values))
+        table = with_missing(frame.read([name]), request.options.missing_values)
+        return list(names_in_order(distinct_values(table[name]).values))
 
     schema = table_schema(source, frame.schema, request, categories)
     if schema is None:
@@ -224,6 +230,7 @@ def _read_splits(
         if isinstance(frame, CsvFrame) and not may_lack_columns:
             frame.check_complete(schema.names)
         table = frame.read(schema.names)
+        table = with_missing(table, options.missing_values, schema.identifiers)
         if not len(table):
             raise DataError(f"{part} holds no examples; leave the file out or download it again")
         first_table = next(iter(tables.values()), table)
@@ -585,6 +592,21 @@ def _stray_label_warning(splits: Mapping[str, RawSplit]) -> str:
     return (
         f"labels are numbers except {listed}; each of these is a class. If it means a missing "
         f"label, set data.missing_values = [{first_label!r}]"
+    )
+
+
+def _marked_label_warning(
+    splits: Mapping[str, RawSplit], marks: Sequence[str | int | float]
+) -> str:
+    """A warning about labels that are among the numbers that mark missing inputs."""
+    labels = set(chain.from_iterable(split.labels for split in splits.values()))
+    marked = [mark for mark in marks if not isinstance(mark, str) and {mark, str(mark)} & labels]
+    if not marked:
+        return ""
+    return (
+        f"the label {marked[0]} is a class, because numbers in data.missing_values do not apply to "
+        f"labels; if it means a missing label, add the text '{marked[0]}' for a CSV file, or "
+        "remove the rows"
     )
 
 

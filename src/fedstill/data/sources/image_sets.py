@@ -60,7 +60,12 @@ from fedstill.data.sources.schema import (
     label_column,
     no_column,
 )
-from fedstill.data.sources.tables import CsvFrame, ImageFrame, LabelledImage
+from fedstill.data.sources.tables import (
+    CsvFrame,
+    ImageFrame,
+    LabelledImage,
+    with_missing,
+)
 from fedstill.data.sources.verification import (
     RawSplit,
     checked_label,
@@ -179,7 +184,11 @@ def read_frames(
     owner = request.options.owner
     owner_tables = {}
     if owner:
-        owner_tables = {split: frame.read([owner]) for split, frame in frames.items()}
+        marks = request.options.missing_values
+        owner_tables = {
+            split: with_missing(frame.read([owner]), marks, [owner])
+            for split, frame in frames.items()
+        }
     return decoded_images(source, rows, request, names, owner_tables)
 
 

@@ -39,7 +39,7 @@ from fedstill.data.sources.files import SPLITS, BySplit, names_by_split, split_o
 from fedstill.data.sources.image_sets import read_frames
 from fedstill.data.sources.load import FIELDS, ROWS_AT_ONCE, request_of_fields
 from fedstill.data.sources.schema import class_names, index_columns
-from fedstill.data.sources.tables import LabelledImage, with_missing, with_normal_names
+from fedstill.data.sources.tables import LabelledImage, with_normal_names
 from fedstill.data.sources.tensors import (
     ItemsRead,
     Pair,
@@ -288,7 +288,7 @@ class ArrowFrame:
 
     def read(self, names: Sequence[str]) -> pa.Table:
         """All rows of some columns."""
-        return with_missing(self.table.select(list(names)), self.options.missing_values)
+        return self.table.select(list(names))
 
     def labelled_images(self, image: str, label: str) -> Iterator[LabelledImage]:
         """Each row's encoded image and label."""

@@ -62,7 +62,6 @@ from fedstill.data.sources.image_sets import read_frames
 from fedstill.data.sources.tables import (
     LabelledImage,
     stored_names,
-    with_missing,
     with_normal_names,
 )
 from fedstill.data.sources.verification import decoded_once
@@ -469,8 +468,7 @@ class HubFrame:
             tables.append(pa.Table.from_pydict(batch, schema=schema))
             size += tables[-1].nbytes
             check_size(f"hub dataset {self.name!r}", size)
-        table = pa.concat_tables(tables).combine_chunks().rename_columns(list(names))
-        return with_missing(table, self.options.missing_values)
+        return pa.concat_tables(tables).combine_chunks().rename_columns(list(names))
 
     def labelled_images(self, image: str, label: str) -> Iterator[LabelledImage]:
         """Each row's encoded image and label."""

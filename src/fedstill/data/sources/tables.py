@@ -48,7 +48,7 @@ class Frame(Protocol):
 
     def read(self, names: Sequence[str]) -> pa.Table:
         """All rows of some columns, in order; the column ``FILE`` contains the clients of the
-        files.
+        files. The values that the options declare missing are still present.
         """
 
 
@@ -94,7 +94,7 @@ class FileFrame(ABC):
     """The client of each file, if the options say that files belong to clients; otherwise empty."""
 
     def read(self, names: Sequence[str]) -> pa.Table:
-        """Some columns of all files, in which the configured values are missing.
+        """Some columns of all files.
 
         Raises DataError if the type of a column differs between files.
         """
@@ -109,7 +109,7 @@ class FileFrame(ABC):
             if conflict:
                 raise DataError(conflict) from None
             raise
-        return with_missing(table.select(list(names)), self.options.missing_values)
+        return table.select(list(names))
 
     @property
     def rows(self) -> int:
@@ -723,23 +723,38 @@ def _conflict_between_files(tables: Sequence[pa.Table], files: Sequence[Path]) -
     return ""
 
 
-def with_missing(table: pa.Table, values: Sequence[str | int | float]) -> pa.Table:
-    """Mark some values of a table as missing: numbers in numeric columns, texts in others."""
+def with_missing(
+    table: pa.Table, values: Sequence[str | int | float], identifiers: Collection[str] = ()
+) -> pa.Table:
+    """Mark some values of a table as missing: numbers in numeric columns, texts in others.
+
+    identifiers: the columns in which numbers do not mark missing values, such as that of labels.
+    """
     if not values:
         return table
-    numbers = pa.array([float(v) for v in values if not isinstance(v, str)], pa.float64())
-    texts = pa.array([str(v) for v in values], pa.string())
     for index, field in enumerate(table.schema):
+        marks = values
+        if field.name in identifiers:
+            marks = [value for value in values if isinstance(value, str)]
         column = table[field.name]
-        if holds_numbers(field.type) and len(numbers):
-            is_missing = pc.is_in(column.cast(pa.float64(), safe=False), numbers)
-        elif holds_text(field.type) and len(texts):
-            is_missing = pc.is_in(column.cast(pa.string()), texts)
-        else:
-            continue
-        missing = pa.scalar(None, field.type)
-        table = table.set_column(index, field, pc.if_else(is_missing, missing, column))
+        is_missing = _is_marked(column, marks)
+        if is_missing is not None:
+            missing = pa.scalar(None, field.type)
+            table = table.set_column(index, field, pc.if_else(is_missing, missing, column))
     return table
+
+
+def _is_marked(
+    column: pa.ChunkedArray, marks: Sequence[str | int | float]
+) -> pa.ChunkedArray | None:
+    """A mask of the values that are among the marks; None if no value can be."""
+    numbers = [float(mark) for mark in marks if not isinstance(mark, str)]
+    if holds_numbers(column.type) and numbers:
+        as_floats = column.cast(pa.float64(), safe=False)
+        return pc.is_in(as_floats, pa.array(numbers, pa.float64()))
+    if holds_text(column.type) and marks:
+        return pc.is_in(column.cast(pa.string()), pa.array(map(str, marks), pa.string()))
+    return None
 
 
 def name_of_files(files: Collection[Path], name: Path | str) -> str:
