@@ -354,7 +354,7 @@ def _check_images(entry: KnownData, data: Decoded) -> None:
 # Decoded data on disk. They are written once, completely or not at all, and then memory-mapped.
 
 
-LAYOUT = 8
+LAYOUT = 9
 """The version of the layout. Entries of other versions are not read."""
 
 
