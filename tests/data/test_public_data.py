@@ -17,9 +17,10 @@ import toys
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.core.records import Examples
-from fedstill.data.dataset import Dataset
-from fedstill.data.sources import files
+from fedstill.data.dataset import Dataset, examples_digest
+from fedstill.data.sources import files, load_dataset
 from fedstill.running import client_data
+from fedstill.running.client_data import ExampleForm, public_copy
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run
 
@@ -165,6 +166,35 @@ def test_public_labels_are_mapped_by_class_name(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "others/test/class 3")
     with pytest.raises(DataError, match=r"a class 'a class', which .*data\.public_labels = false"):
         public(public_from=str(tmp_path / "others"))
+
+
+def test_all_examples_of_a_public_set_without_a_test_split_are_public(tmp_path: Path) -> None:
+    for number in range(5):
+        images(tmp_path / "mine" / f"class {number}", count=6)
+    labels = [number for number in range(5) for _ in range(6)]
+    for _ in range(2):  # the second time, from the cache
+        found = public(public_from=str(tmp_path / "mine"))
+        assert found.labels.tolist() == labels
+    assert len(load_dataset(tmp_path / "mine").train) == 25
+
+
+@pytest.mark.parametrize("source", ["train", "the same folder"])
+def test_a_copy_of_a_public_set_at_a_site_has_the_digest_of_the_servers(
+    source: str, tmp_path: Path
+) -> None:
+    for place in ("server", "site"):
+        for number in range(5):
+            images(tmp_path / place / f"class {number}", count=6)
+    data = {"public_from": str(tmp_path / "server")}
+    if source == "train":
+        data = {"public": 30}
+    settings = resolve(toys.toy("hiper_fedkd", data=data))
+    dataset = toys.blobs()
+    form = ExampleForm(dataset.input_shape, dataset.classes, about=dataset.about)
+    copy = public_copy(settings, str(tmp_path / "site"), form)
+    assert copy is not None
+    assert len(copy) == 30
+    assert examples_digest(copy) == examples_digest(public(public_from=str(tmp_path / "server")))
 
 
 def test_public_labels_are_used_directly_if_classes_are_only_numbered(tmp_path: Path) -> None:

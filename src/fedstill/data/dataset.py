@@ -1,6 +1,4 @@
-"""Records of data: options for reading, a data set as arrays (returned by readers), and a data set
-as tensors (used by runs).
-"""
+"""Records of data: options for reading, and a data set as arrays (of readers) or tensors."""
 
 from __future__ import annotations
 
@@ -149,6 +147,8 @@ class ReadRequest:
     """The mode to which images are converted; None to keep it."""
     broken: Broken = "refuse"
     """The treatment of images that cannot be decoded."""
+    test_is_optional: bool = False
+    """Whether the test split is empty if the data have none, instead of a held-out fifth."""
 
     def __post_init__(self) -> None:
         for name, hint in IMAGE_FIELDS.items():

@@ -33,10 +33,10 @@ from fedstill.data.dataset import (
 )
 from fedstill.data.encoding import TableInputs
 from fedstill.data.partition import public_split
-from fedstill.data.sources import load_dataset
 from fedstill.data.sources.catalog import KNOWN_FOLDERS
 from fedstill.data.sources.files import check_size
 from fedstill.data.sources.image_sets import images_in, read_unlabelled
+from fedstill.data.sources.load import load_public_set
 from fedstill.data.sources.verification import TEST_SHARE
 from fedstill.data.views import concatenated
 from fedstill.running.split_file import StoredSplit
@@ -131,7 +131,7 @@ def public_copy(settings: Settings, copy: str, form: ExampleForm) -> Examples | 
     if source == NOISE:
         public = _noise(settings, form)
     elif copy and source == TRAIN:
-        public = load_dataset(copy, **form.reading).train
+        public = load_public_set(copy, **form.reading).train
     elif copy:
         public = _from_elsewhere(settings, form, copy, "")
     return _as_methods_see_it(settings, public)
@@ -211,7 +211,7 @@ def _noise(settings: Settings, form: ExampleForm) -> Examples:
 
 
 def _from_elsewhere(settings: Settings, form: ExampleForm, source: str, folder: str) -> Examples:
-    """The public examples from a folder of images, or from a data set that ``load_dataset`` reads.
+    """The public examples from a folder of images, or all training examples of a data set.
 
     folder: the folder of the data set ``source``, if the settings name one.
     """
@@ -232,7 +232,9 @@ def _from_elsewhere(settings: Settings, form: ExampleForm, source: str, folder: 
         if form.are_images and Path(source).is_dir():
             image_options = {"mode": data.mode, "broken": data.broken or "refuse"}
         with _naming_the_key(data.public_from == source):
-            dataset = load_dataset(source, folder=folder or None, **form.reading, **image_options)
+            dataset = load_public_set(
+                source, folder=folder or None, **form.reading, **image_options
+            )
         _check_kind(form, source, dataset)
         public = dataset.train
         classes = dataset.classes

@@ -105,6 +105,25 @@ def load_dataset(
     are damaged or differ from the known data set of that name, DataAbsent for missing data,
     UnknownName for an unknown name, and ConfigError for fields that do not apply to the data.
     """
+    return _loaded(name, folder, base, fields)
+
+
+@process_settings()
+def load_public_set(name: str | Path, *, folder: Folder = None, **fields: Any) -> Dataset:
+    """Load a data set like ``load_dataset``, but keep all training examples of files, folders and
+    the hub: if these have no test split, it is empty.
+    """
+    return _loaded(name, folder, None, fields, test_is_optional=True)
+
+
+def _loaded(
+    name: str | Path,
+    folder: Folder,
+    base: Path | None,
+    fields: dict[str, Any],
+    *,
+    test_is_optional: bool = False,
+) -> Dataset:
     name = plain_value(name)
     fields = plain_value(fields)
     if not isinstance(name, str):
@@ -118,7 +137,7 @@ def load_dataset(
     with file_errors(name):
         if name in registry.names("dataset"):
             return _registered(lookup("dataset", name, base), folder, fields)
-        return _by_path(name, folder, base, fields)
+        return _by_path(name, folder, base, fields, test_is_optional=test_is_optional)
 
 
 # Registered data sets and the user's functions.
@@ -198,7 +217,14 @@ def _check_fields(
 # Files, folders and the hub.
 
 
-def _by_path(name: str, folder: Folder, base: Path | None, fields: Mapping[str, Any]) -> Dataset:
+def _by_path(
+    name: str,
+    folder: Folder,
+    base: Path | None,
+    fields: Mapping[str, Any],
+    *,
+    test_is_optional: bool,
+) -> Dataset:
     """The data set of a name that is not registered.
 
     It is looked up in this order: a folder in ``folder``, a folder or file at the path, and a data
@@ -214,6 +240,7 @@ def _by_path(name: str, folder: Folder, base: Path | None, fields: Mapping[str, 
         options = entry.options
         has_checksums = bool(entry.digests)
     request = request_of_fields(fields, options, has_checksums=has_checksums)
+    request = replace(request, test_is_optional=test_is_optional)
     mean = fields.get("mean")
     std = fields.get("std")
 

@@ -181,6 +181,16 @@ def _untested_classes_warning(
     )
 
 
+def _with_empty_test(data: Decoded) -> Decoded:
+    """The data with an empty test split, if they have only other splits."""
+    if "test" in data.splits or "train" not in data.splits:
+        return data
+    train = data.splits["train"]
+    nothing = np.zeros(len(train), dtype=bool)
+    test = train.selected(nothing, train.values[:0])
+    return replace(data, splits={**data.splits, "test": test})
+
+
 def _parts_of_train(data: Decoded, options: ReadingOptions) -> list[NDArray[np.int64]]:
     """The positions of each task's training examples, or of all if there are no tasks by date."""
     train = data.splits["train"]
@@ -365,7 +375,8 @@ def decoded_once(
     request: ReadRequest,
     entry: KnownData | None = None,
 ) -> Decoded:
-    """The verified data that ``read`` returns; without a test split, a fifth is held out.
+    """The verified data that ``read`` returns; without a test split, a fifth is held out, unless
+    the request makes the test split optional.
 
     Later calls return them from the cache. source: the place of the data, and what shows that they
     have changed. entry: the facts about a known data set.
@@ -381,7 +392,10 @@ def decoded_once(
     }
 
     def decode() -> Decoded:
-        return verified_with_test_split(name, read(), request.options, entry, in_place=True)
+        data = read()
+        if request.test_is_optional:
+            data = _with_empty_test(data)
+        return verified_with_test_split(name, data, request.options, entry, in_place=True)
 
     return _cached(Path(name).stem, key_fields, decode)
 
