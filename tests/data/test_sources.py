@@ -623,6 +623,27 @@ def test_files_of_a_split_that_declare_different_class_names_are_refused(root, i
         load_dataset("zoo")
 
 
+@pytest.mark.parametrize("image", ["image", "path"])
+def test_images_that_rows_of_a_file_name_are_decoded_again_after_a_change(tmp_path, image):
+    paths = [f"{row}.png" for row in range(10)]
+    columns = {"image": [{"bytes": None, "path": path} for path in paths], "path": paths}
+    rows = {image: columns[image], "label": [row % 2 for row in range(10)]}
+    pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
+    for shade in (10, 20):
+        for path in paths:
+            Image.new("L", (4, 4), shade).save(tmp_path / path)
+        data = load_dataset(tmp_path / "rows.parquet", image_column=image)
+        assert data.train.values.unique().tolist() == [shade]
+
+
+def test_images_beside_a_file_that_holds_its_images_do_not_matter(tmp_path):
+    write_parquet(tmp_path / "rows.parquet", *pictures(10, 2, (4, 4)))
+    for shade in (10, 20):
+        Image.new("L", (4, 4), shade).save(tmp_path / "beside.png")
+        load_dataset(tmp_path / "rows.parquet")
+    assert len([path for path in (tmp_path / "cache/decoded").iterdir() if path.is_dir()]) == 1
+
+
 def test_the_cache_is_mapped_copy_on_write_and_repaired(tmp_path):
     first = load_dataset("digits")
     whole = first.train.values.clone()

@@ -12,6 +12,7 @@ from typing import Any
 
 from fedstill.core import registry
 from fedstill.core.errors import DataError
+from fedstill.core.fields import nfc
 from fedstill.core.files import named_path
 from fedstill.data.dataset import FILE, Decoded, Kind, ReadingOptions, ReadRequest
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
@@ -40,6 +41,7 @@ from fedstill.data.sources.tables import (
     CSV_SUFFIXES,
     CsvFrame,
     ParquetFrame,
+    ParquetSource,
     name_of_files,
     table_errors,
 )
@@ -96,8 +98,26 @@ def read_data_file(name: str, path: Path, request: ReadRequest) -> Decoded:
         return read_npz(path)
 
     folder = path.parent
-    source = {"folder": str(folder.resolve()), "file": _stamp(folder, path)}
+    source = {
+        "folder": str(folder.resolve()),
+        "file": _stamp(folder, path),
+        "images": [_stamp(folder, image) for image in _images_of_rows(path, request)],
+    }
     return decoded_once(name, source, read, request)
+
+
+def _images_of_rows(path: Path, request: ReadRequest) -> list[Path]:
+    """The image files below the folder of a parquet file, if its rows may name image files."""
+    if not has_suffix(path, PARQUET_SUFFIXES):
+        return []
+    source = ParquetSource.of(path)
+    columns = image_columns(source.schema)
+    if request.image:
+        columns = [nfc(request.image)]
+    if not any(source.may_name_images(column) for column in columns):
+        return []
+    files = files_below(path.parent, {*DATA_SUFFIXES, *IMAGE_SUFFIXES})
+    return [file for file in files if has_suffix(file, IMAGE_SUFFIXES)]
 
 
 def read_folder(

@@ -248,6 +248,18 @@ class ParquetSource:
                 if _column_of(chunk.path_in_schema, columns):
                     yield chunk
 
+    def may_name_images(self, column: str) -> bool:
+        """Whether rows of an image column may name image files, according to the metadata."""
+        name = stored_names(self.schema).get(column)
+        if name is None or holds_bytes(self.schema.field(name).type):
+            return False
+        chunks = list(self.chunks([f"{name}.bytes"]))
+        for chunk in chunks:
+            # Without statistics, it is unknown whether a row lacks bytes.
+            if chunk.statistics is None or chunk.statistics.null_count != 0:
+                return True
+        return not chunks  # only paths
+
     def check_sizes(self, names: Collection[str]) -> None:
         """Raise DataError for columns whose claimed size is implausible for the size of the file.
 
