@@ -94,6 +94,7 @@ class StepArguments:
     inputs: StepInputs
     running: Tensor | None = None
 
+    @functools.cached_property
     def tensors(self) -> list[Tensor]:
         """All tensors, each once."""
         values = [value for value in (*self.inputs, self.running) if isinstance(value, Tensor)]
@@ -101,7 +102,7 @@ class StepArguments:
 
     def clone(self) -> StepArguments:
         """The same arguments in other memory."""
-        clones = {id(tensor): tensor.clone() for tensor in self.tensors()}
+        clones = {id(tensor): tensor.clone() for tensor in self.tensors}
         fields = self.inputs._asdict().items()
         changed = {name: clones[id(value)] for name, value in fields if id(value) in clones}
         return StepArguments(self.inputs._replace(**changed), clones.get(id(self.running)))
@@ -128,7 +129,7 @@ class Recording:
 
     def replay(self, arguments: StepArguments) -> Terms:
         """The step on another batch of the same size."""
-        for recorded, value in zip(self.arguments.tensors(), arguments.tensors(), strict=True):
+        for recorded, value in zip(self.arguments.tensors, arguments.tensors, strict=True):
             recorded.copy_(value)
         self.graph.replay()
         return self.terms
@@ -467,7 +468,7 @@ def watched(
     device = arguments.inputs.x.device
     random_state = (random.getstate(), _numpy_state())
     # Arguments may reuse the memory of a tensor of the previous step.
-    made_in_previous = made_in_previous - _addresses(arguments.tensors())
+    made_in_previous = made_in_previous - _addresses(arguments.tensors)
     with StepWatch(device, state, made_in_previous) as watch, _sync_warnings(device) as waits:
         yield watch
     if waits or random_state != (random.getstate(), _numpy_state()):
