@@ -357,8 +357,8 @@ On the CPU, a stack uses one torch thread unless ``threads`` is set. In CPU seco
 after another took 1.7 to 3.5 times as long as their stack for 3.3 to 28 MFLOP; 1.2 to 1.5 times for
 60 to 112 MFLOP, which is less than the gain of a second core; and 0.9 to 1.1 times above 500 MFLOP.
 On an NVIDIA H200, one after another took 1.7 to 6.8 times as long as a stack at all sizes that were
-tried, from 3 MFLOP to 5.3 GFLOP. ``python -m benchmarks.crossover`` compares stages of the two
-engines in wall-clock seconds.
+tried, from 3 MFLOP to 5.3 GFLOP (results/cards/nvidia-h200-crossover.txt).
+``python -m benchmarks.crossover`` compares stages of the two engines in wall-clock seconds.
 """
 
 FEWEST = 4
