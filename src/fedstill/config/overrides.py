@@ -15,7 +15,7 @@ from typing import Any
 
 from fedstill.config.named_tables import NAME_KEYS, NAMED
 from fedstill.config.tables import NO_STREAM, StreamTable
-from fedstill.config.validation import keys_of, parsed_value
+from fedstill.config.validation import keys_of, parsed_value, split_at_commas
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import value_text
 from fedstill.core.files import flat, named_path, parse_toml
@@ -160,12 +160,15 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
     """The lists of values of ``key=value,value`` texts, by key.
 
-    Raises ConfigError for a text without a key, and for a key that two texts have.
+    Commas in brackets, braces and quotes belong to a value. Raises ConfigError for a text without a
+    key, for a bracket without its counterpart, and for a key that two texts have.
 
     >>> parse_grid(("method.beta=0.1,1", "partition=iid,sharding"))
     {'method.beta': [0.1, 1], 'partition': ['iid', 'sharding']}
     >>> parse_grid(("model.hidden=[8],[8, 8]",))
     {'model.hidden': [[8], [8, 8]]}
+    >>> parse_grid(("data.columns=[age,ward],[age]",))
+    {'data.columns': ['[age,ward]', '[age]']}
     """
     grid: dict[str, list[Any]] = {}
     for text in texts:
@@ -184,11 +187,13 @@ def parse_grid(texts: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _parsed_list(text: str) -> list[Any]:
-    """Values with commas between them: the items of a list of TOML, or else texts."""
+    """Values with commas between them: the items of a list of TOML, or else texts. Raises
+    ConfigError for a bracket without its counterpart.
+    """
     items = parsed_value(f"[{text}]")
     if isinstance(items, list):
         return items
-    return [parsed_value(item) for item in text.split(",")]
+    return [parsed_value(item) for item in split_at_commas(text)]
 
 
 PATHS = ("start_from", "data.folder", "data.tokenizer", "flower.federation")

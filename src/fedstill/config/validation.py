@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
@@ -118,39 +119,127 @@ def collected(problems: list[Problem]) -> Iterator[None]:
 class CommandLineText(str):
     """A value of a command line that is not TOML. If it has commas, it can stand for a list."""
 
-    @property
-    def as_list(self) -> tuple[Any, ...]:
-        """The list that it can stand for.
 
-        >>> CommandLineText("a,1").as_list
-        ('a', 1)
-        """
-        return tuple(_plain_text(parsed_value(item)) for item in list_items(self))
+QUOTED_TEXT_OR_MARK = re.compile(
+    r"""
+    (?<![^\s,=\[{])                           # a quote begins a text where a value can begin,
+    (?: "(?:\\.|[^"\\])*" | '[^']*' )         # so the one in it's is an apostrophe
+    | [\[\]{},]
+    """,
+    re.VERBOSE,
+)
+
+CLOSING = {"[": "]", "{": "}"}
+
+
+def split_at_commas(text: str) -> list[str]:
+    """The parts of a text between commas that are outside brackets, braces and quotes.
+
+    Raises ConfigError for a bracket or a brace without its counterpart.
+
+    >>> split_at_commas("[a, b],[c]"), split_at_commas("'a, b',c")
+    (['[a, b]', '[c]'], ["'a, b'", 'c'])
+    """
+    parts = []
+    start = 0
+    expected_closings: list[str] = []
+    for match in QUOTED_TEXT_OR_MARK.finditer(text):
+        mark = match.group()
+        if mark in CLOSING:
+            expected_closings.append(CLOSING[mark])
+        elif mark in CLOSING.values():
+            if not expected_closings or expected_closings.pop() != mark:
+                raise _unbalanced(text, mark)
+        elif mark == "," and not expected_closings:
+            parts.append(text[start : match.start()].strip())
+            start = match.end()
+    if expected_closings:
+        raise _unbalanced(text, expected_closings[-1])
+    return [*parts, text[start:].strip()]
+
+
+def _unbalanced(text: str, closing: str) -> ConfigError:
+    """The error for a text in which a bracket or a brace has no counterpart."""
+    (opening,) = (mark for mark, counterpart in CLOSING.items() if counterpart == closing)
+    return ConfigError(
+        f"{value_text(text)} has more {opening} than {closing}, or the reverse; close every "
+        "bracket, or put a text with brackets in quotes"
+    )
 
 
 def list_items(text: str) -> list[str]:
     """The items of a list that is written with commas, with or without brackets.
 
-    >>> list_items("[a, b]"), list_items("a,b")
-    (['a', 'b'], ['a', 'b'])
+    Raises ConfigError for a bracket or a brace without its counterpart.
+
+    >>> list_items("[a, b]"), list_items("a,b"), list_items("[a],[b]")
+    (['a', 'b'], ['a', 'b'], ['[a]', '[b]'])
     """
-    inner = text.strip().removeprefix("[").removesuffix("]")
-    return [item.strip() for item in inner.split(",") if item.strip()]
+    items = split_at_commas(text)
+    if len(items) == 1 and text.strip().startswith("[") and text.strip().endswith("]"):
+        items = split_at_commas(text.strip()[1:-1])
+    return list(filter(None, items))
+
+
+@dataclass(frozen=True)
+class ListReadings:
+    """The lists that a text with commas can stand for."""
+
+    values: tuple[Any, ...]
+    """Its items as values of TOML, or else as texts."""
+    texts: tuple[str, ...]
+    """Its items as texts, also those that are numbers."""
+
+    @property
+    def both(self) -> list[tuple[Any, ...]]:
+        """Both lists, the likeliest first."""
+        return [self.values, self.texts]
+
+
+def lists_for(text: str) -> ListReadings:
+    """The lists that a text with commas can stand for. Raises ConfigError as ``list_items`` does.
+
+    >>> lists_for("a,1")
+    ListReadings(values=('a', 1), texts=('a', '1'))
+    """
+    values = []
+    texts = []
+    for item in list_items(text):
+        value = _plain(with_tuples(parsed_value(item)))
+        values.append(value)
+        texts.append(value if isinstance(value, str) else item)
+    return ListReadings(tuple(values), tuple(texts))
 
 
 def parsed_value(text: str) -> Any:
-    """A value of TOML, or else the text itself.
+    """A value of TOML, or else the text itself. In braces, the texts of a table need no quotes.
 
-    >>> parsed_value("0.5"), parsed_value(" fedntd")
-    (0.5, 'fedntd')
+    >>> parsed_value("0.5"), parsed_value(" fedntd"), parsed_value("{name = fedntd, beta = 1}")
+    (0.5, 'fedntd', {'name': 'fedntd', 'beta': 1})
     """
     try:
         tree = tomllib.loads(f"v = {text}")
     except (ValueError, RecursionError):
-        return CommandLineText(text.strip())
+        return _table_for(text.strip()) or CommandLineText(text.strip())
     if len(tree) > 1:  # a text with a line break can hold further keys
         return CommandLineText(text.strip())
     return tree["v"]
+
+
+def _table_for(text: str) -> dict[str, Any]:
+    """The table that a text in braces stands for; empty if it stands for none."""
+    if not (text.startswith("{") and text.endswith("}")):
+        return {}
+    table = {}
+    try:
+        for entry in split_at_commas(text[1:-1]):
+            key, equals, value = entry.partition("=")
+            if not equals:
+                return {}
+            table[key.strip().strip("\"'")] = parsed_value(value)
+    except (ConfigError, RecursionError):
+        return {}
+    return table
 
 
 # Schemas.
@@ -298,22 +387,26 @@ def validated(schema: Schema, entries: Mapping[str, Any], table: str) -> dict[st
         raise WrongConfig([report.problem(key, details) for key, details in errors.items()])
 
     values = {**defaults_of(schema), **values}
-    return {key: _plain_text(values[key]) for key in keys_of(schema)}
+    return {key: _plain(values[key]) for key in keys_of(schema)}
 
 
-def _plain_text(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """A value, with an ordinary text for a text of a command line: strict checks of other records
     accept no subclass of ``str``.
     """
     if isinstance(value, CommandLineText):
         return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
     return value
 
 
 def _lists_of_texts(
     schema: Schema, values: Mapping[str, Any], errors: Collection[str]
 ) -> dict[str, Any]:
-    """The lists that texts of a command line stand for, by key.
+    """The lists that texts of a command line stand for, by key. A table can hold such texts, too.
 
     A text is read as a list only where the text itself is refused (its key is among ``errors``) and
     the list is not: ``-s data.name=a,b`` names the file "a,b", and ``-s data.columns=a,b`` two
@@ -321,13 +414,32 @@ def _lists_of_texts(
     """
     lists = {}
     for key in errors:
-        value = values.get(key)
+        for reading in _readings_with_lists(values.get(key)):
+            if key not in _errors(schema, {**values, key: reading}):
+                lists[key] = reading
+                break
+    return lists
+
+
+def _readings_with_lists(value: Any) -> list[Any]:
+    """The values that a value of a command line can stand for, with lists for its texts.
+
+    >>> _readings_with_lists({"age": CommandLineText("0,9")})
+    [{'age': (0, 9)}, {'age': ('0', '9')}]
+    """
+    with contextlib.suppress(ConfigError):  # the message about the key then says what is wrong
         if isinstance(value, CommandLineText):
-            lists[key] = value.as_list
-    if not lists:
-        return {}
-    still_wrong = _errors(schema, {**values, **lists})
-    return {key: items for key, items in lists.items() if key not in still_wrong}
+            return list(lists_for(value).both)
+        if isinstance(value, Mapping):
+            lists = {
+                key: lists_for(item)
+                for key, item in value.items()
+                if isinstance(item, CommandLineText)
+            }
+            of_values = {key: readings.values for key, readings in lists.items()}
+            of_texts = {key: readings.texts for key, readings in lists.items()}
+            return [{**value, **of_values}, {**value, **of_texts}]
+    return []
 
 
 def _errors(schema: Schema, values: Mapping[str, Any]) -> dict[str, list[ErrorDetails]]:
@@ -358,14 +470,12 @@ class _Report:
             return replace(problem, hint=f"write {key} = ...")
 
         error = self._simplest(key, errors)
-        value = value_text(error["input"])
+        inner_key = self._inner_key(key, error)
+        if inner_key:
+            problem = replace(problem, key=f"{problem.key}.{inner_key}")
         if error["type"] in LIST_EXPECTED:
-            return replace(
-                problem,
-                code=error["type"],
-                reason=f"= {value}",
-                hint=f"write a list, {value_text(self._items(key))}",
-            )
+            return self._list_problem(problem, key, inner_key, error["input"])
+        value = value_text(error["input"])
         message = error["msg"]
         return replace(
             problem,
@@ -373,6 +483,39 @@ class _Report:
             reason=f"= {value}: {message[0].lower()}{message[1:]}",
             hint=self._other_type(key),
         )
+
+    def _inner_key(self, key: str, error: ErrorDetails) -> str:
+        """The key of a wrong value in a table that is the value of ``key``; empty for others."""
+        value = self.values[key]
+        if not isinstance(value, Mapping):
+            return ""
+        return next((str(part) for part in error["loc"][1:] if part in value), "")
+
+    def _list_problem(self, problem: Problem, key: str, inner_key: str, value: Any) -> Problem:
+        """The problem of a value that must be a list, with the list to write.
+
+        If a text with commas would be a wrong list, too, that is the problem.
+        """
+        problem = replace(problem, code="tuple_type", reason=f"= {value_text(value)}")
+        try:
+            lists = _lists_to_write(value)
+        except ConfigError as error:
+            return replace(problem, reason=f"= {error}")
+        for items in lists:
+            if self._is_legal(key, self._with_inner_value(key, inner_key, items)):
+                return replace(problem, hint=f"write a list, {value_text(items)}")
+        items = lists[0]
+        if isinstance(value, str) and len(items) > 1:
+            values = {**self.values, key: self._with_inner_value(key, inner_key, items)}
+            report = replace(self, values=values)
+            return report.problem(key, _errors(self.schema, values)[key])
+        return replace(problem, hint=f"write a list, {value_text(items)}")
+
+    def _with_inner_value(self, key: str, inner_key: str, value: Any) -> Any:
+        """The value of a key if another value replaces it, or one value in its table."""
+        if not inner_key:
+            return value
+        return {**self.values[key], inner_key: value}
 
     def _other_key(self, key: str) -> str:
         """Advice to write another key of the table, or none."""
@@ -390,18 +533,15 @@ class _Report:
         preferred: Iterable[ErrorDetails] = ()
         if first["type"] == "dict_type" and not isinstance(self.values[key], tuple):
             preferred = (error for error in errors if error["type"] == "tuple_type")
-        elif first["type"] in LIST_EXPECTED and not self._is_legal(key, self._items(key)):
+        elif first["type"] in LIST_EXPECTED and not self._is_legal_as_list(key):
             preferred = (error for error in errors if error["type"] not in LIST_EXPECTED)
         return next(iter(preferred), first)
 
-    def _items(self, key: str) -> tuple[Any, ...]:
-        """The value of a key as the items of a list."""
-        value = self.values[key]
-        if isinstance(value, tuple):
-            return value
-        if isinstance(value, str):
-            return tuple(list_items(value))
-        return (value,)
+    def _is_legal_as_list(self, key: str) -> bool:
+        """Whether a key could have its value as a list."""
+        with contextlib.suppress(ConfigError):  # a bracket has no counterpart
+            return any(self._is_legal(key, items) for items in _lists_to_write(self.values[key]))
+        return False
 
     def _is_legal(self, key: str, value: Any) -> bool:
         """Whether a key could have another value."""
@@ -417,6 +557,17 @@ class _Report:
 
 LIST_EXPECTED = ("tuple_type", "list_type")
 """pydantic's errors about a value that must be a list."""
+
+
+def _lists_to_write(value: Any) -> list[tuple[Any, ...]]:
+    """The lists that can be written instead of a value, the likeliest first. Raises ConfigError as
+    ``list_items`` does.
+    """
+    if isinstance(value, tuple):
+        return [value]
+    if isinstance(value, str):
+        return lists_for(value).both
+    return [(value,)]
 
 
 LARGEST_READ = 10**15
