@@ -55,6 +55,10 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("compare small.toml --grid plan.lr=1 seed=2", "--grid plan.lr=1 --grid seed=2"),
         ("compare --methods fedavg absent.toml", "absent.toml"),
         ("compare small.toml --grid plan.lr=1 2", "--grid plan.lr=1,2"),
+        (
+            "tune small.toml --space plan.lr=1..2 seed=1,2",
+            "--space plan.lr=1..2 --space seed=1,2",
+        ),
         ("run small.toml plan.lr=1", "-s plan.lr=1"),
         ("run small.toml -s data.mean=[a,b]", "['a', 'b']"),
         ("run", "fedstill run my.toml"),
@@ -98,16 +102,40 @@ def test_a_list_of_one_word_before_the_config_is_taken(words: str) -> None:
     assert call(["compare", *words.split(), "--out", "all", "-q", "--jobs", "1"]) == 0
 
 
+@pytest.mark.uses("benchmark")
+@pytest.mark.parametrize(
+    ("words", "unknown"),
+    [
+        ("run --track other digits", "other"),
+        ("run --methods other digits", "other"),
+        ("run --methods fedavg other --track space", "other"),
+        ("run digits --track space time", "time"),
+        ("choose --methods other digits", "other"),
+        ("enter --tier digits --track space absent.py", "absent.py"),
+        ("map --devices 0 other", "other"),
+    ],
+)
+def test_an_argument_after_an_option_is_no_part_of_its_list(
+    words: str, unknown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line is read as it stands, and the answer is on its unknown word."""
+    assert call(["rank", *words.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert unknown in line
+    assert "commas" not in line
+
+
 @pytest.mark.uses("benchmark", "querying")
 def test_every_option_that_takes_a_list_or_may_be_repeated_is_known() -> None:
     lists, repeated = set[str](), set[str]()
-    for name in ("run", "compare", "demo", "reproduce", "query", "explain", "report", "forgetting"):
+    commands = "run compare demo tune reproduce query explain report forgetting"
+    for name in commands.split():
         for argument in app[name].assemble_argument_collection():
             if argument.hint in (tuple[str, ...], tuple[int, ...], tuple[float, ...]):
                 options = {n for n in argument.names if n.startswith("-")}
                 (lists if argument.parameter.n_tokens == 1 else repeated).update(options)
     assert lists == LISTS
-    assert repeated - {"--directories"} == REPEATED - {"--host"}
+    assert repeated - {"--directories"} == REPEATED - {"--host", "--suite"}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -170,7 +171,7 @@ def call(tokens: list[str]) -> int:
     """Run one command and return its exit code. An error is one line on the standard error."""
     complete_tokens = with_values(tokens)
     try:
-        hint = empty_value(tokens) or spaced_list(tokens)
+        hint = empty_value(tokens)
         if hint:
             return say(hint, 2)
         return _run(complete_tokens)
@@ -197,18 +198,30 @@ def _run(tokens: list[str]) -> int:
     with first_imports():
         _import_command(tokens)
     command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
+    arguments = list(map(_with_home, bound.args))
     keywords = {name: _with_home(value) for name, value in bound.kwargs.items()}
-    result = command(*map(_with_home, bound.args), **keywords)
+    if _has_absent_path(arguments):
+        # The command would refuse the path, but the word may be a part of the list before it.
+        hint = spaced_list(tokens)
+        if hint:
+            return say(hint, 2)
+    result = command(*arguments, **keywords)
     if isinstance(result, int):
         return result
     return 0
+
+
+def _has_absent_path(arguments: Sequence[Any]) -> bool:
+    """Whether an argument is a path of nothing, such as a config that does not exist."""
+    return any(isinstance(value, Path) and not value.exists() for value in arguments)
 
 
 def _usage_hint(tokens: list[str], error: CycloptsError) -> str:
     """The error message for a command line that cyclopts cannot parse, with a remedy."""
     if isinstance(error, UnusedCliTokensError):
         words = " ".join(map(repr, error.unused_tokens or ()))
-        return unused_words(tokens) or f"unexpected argument {words}; `--help` lists the options"
+        hint = spaced_list(tokens) or unused_words(tokens)
+        return hint or f"unexpected argument {words}; `--help` lists the options"
     if isinstance(error, UnknownOptionError):
         return option_as_key(tokens, error.token.keyword or error.token.value) or str(error)
     if isinstance(error, MissingArgumentError):

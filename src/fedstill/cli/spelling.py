@@ -27,7 +27,10 @@ LISTS = frozenset(
 )
 """Options whose value is a list with commas."""
 
-REPEATED = frozenset({"--set", "-s", "--grid", "--host"})
+ONE_VALUE = {("rank", "--track")}
+"""Options of ``LISTS`` that take a single value in some commands, by command and option."""
+
+REPEATED = frozenset({"--set", "-s", "--grid", "--host", "--space", "--suite"})
 """Options that take one value, and may be repeated."""
 
 
@@ -170,7 +173,7 @@ def _corrected(
 ) -> str:
     """The remedy for the first of some options whose values are separated by spaces."""
     for group in _words_by_option(tokens):
-        if group.option not in options:
+        if group.option not in options or (tokens[0], group.option) in ONE_VALUE:
             continue
         parts = group.words[:1] + list(filter(is_part, group.words[1:]))
         if len(parts) < 2:
