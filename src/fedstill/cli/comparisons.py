@@ -230,11 +230,13 @@ def carry_out(  # noqa: PLR0913 - the options of the commands that carry runs ou
         started = started_folders(runs, outcomes)
         if started:
             _present(started, folder, show=show)
-    return _report_problems(outcomes, debug)
+    return _report_problems(outcomes, folder, debug)
 
 
-def _report_problems(outcomes: Sequence[Outcome], debug: bool) -> int:
-    """Print a line for each failed run, with its traceback if ``debug``. Return the exit code."""
+def _report_problems(outcomes: Sequence[Outcome], folder: Path, debug: bool) -> int:
+    """Print a line for each failed run, with its traceback if ``debug``, and how to continue in the
+    folder if runs are unfinished. Return the exit code.
+    """
     codes = [0]
     for outcome in outcomes:
         if debug and outcome.trace:
@@ -246,7 +248,9 @@ def _report_problems(outcomes: Sequence[Outcome], debug: bool) -> int:
     unfinished = sum(outcome.state in ("waiting", "stopped") for outcome in outcomes)
     if unfinished:
         remaining = f"{unfinished} of {len(outcomes)} runs"
-        codes.append(say(f"stopped with {remaining} unfinished; repeat the command to continue", 1))
+        # Without --out, the same command would begin a new folder.
+        remedy = f"repeat the command with --out {in_shell(folder)} to continue"
+        codes.append(say(f"stopped with {remaining} unfinished; {remedy}", 1))
     return max(codes)
 
 
@@ -417,8 +421,8 @@ def tune_command(  # noqa: PLR0913 - the options of the command tune
         screen.print(f"page: {folder / 'tuning.html'}", soft_wrap=True)
     if len(tuning.trials) < trials:
         return say(
-            f"stopped after {len(tuning.trials)} of {trials} trials; the same command with --out "
-            f"{folder} goes on",
+            f"stopped after {len(tuning.trials)} of {trials} trials; repeat the command with --out "
+            f"{in_shell(folder)} to continue",
             1,
         )
     if any(trial.scores for trial in tuning.trials):

@@ -751,8 +751,8 @@ DONE = RunEnd(0)
 STOPPED = RunEnd(1, "stopped")
 KILLED = RunEnd(
     1,
-    "this or another worker process was killed, perhaps because memory ran out; run the same "
-    "command again to continue, with fewer --jobs if necessary",
+    "this or another worker process was killed, perhaps because memory ran out; repeat the command "
+    "with the same --out to continue, with fewer --jobs if necessary",
 )
 
 
