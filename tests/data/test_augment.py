@@ -14,6 +14,7 @@ from fedstill.data.inputs import STEPS, augment, check_steps, normalise
 
 MEAN, STD = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
 PLAIN = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+CHOSEN = ("rotation", "flip", "crop", "cutout")
 
 
 def batch(count=64, side=32, low=1):
@@ -148,3 +149,14 @@ def test_illegal_steps_are_refused():
     with pytest.raises(ConfigError, match="crop_reflect"):
         check_steps(["crop", "crop_reflect"])
     check_steps([s for s in STEPS if s != "crop"])
+
+
+def test_without_a_generator_each_batch_differs_and_torchs_generator_is_not_used():
+    images = batch(64)
+    before = torch.get_rng_state()
+    first, second = (augment(images, tuple(CHOSEN), MEAN, STD, None) for _ in range(2))
+    assert not torch.equal(first, second)
+    assert torch.equal(before, torch.get_rng_state())
+    mirrored = augment(images, ("flip",), *PLAIN, None)
+    kept = (mirrored == run(images, (), 0, *PLAIN)).flatten(1).all(1)
+    assert 10 < int(kept.sum()) < 54

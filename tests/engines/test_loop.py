@@ -17,8 +17,8 @@ from fedstill.config.resolve import resolve
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Examples, Plan, Stage, Step, TrainingStart, View
-from fedstill.engines.clients import TrainingSetup
-from fedstill.engines.loop import train
+from fedstill.engines.clients import Batch, TrainingSetup
+from fedstill.engines.loop import TermSums, Trained, train
 from fedstill.models import contract
 from fedstill.models.layer_chain import run_from_level, run_to_levels
 from fedstill.models.predictors import predictor
@@ -289,3 +289,48 @@ def test_the_result_of_the_best_epoch_has_its_steps_and_its_trace(prepared: Prep
     assert outcome.epochs == 4
     assert outcome.steps == 2 * outcome.result.steps
     assert outcome.result.trace["steps"].item() == outcome.result.steps
+
+
+def test_an_epoch_that_begins_without_examples_forgets_the_last_ones_losses() -> None:
+    """Private training may sample no example."""
+    sums = TermSums()
+    no_examples = torch.zeros(0, dtype=torch.int64)
+    for begins, size, loss in [(True, 2, 10.0), (True, 0, None), (False, 3, 1.0)]:
+        batch = Batch(
+            positions=no_examples,
+            rows=no_examples,
+            mask=None,
+            epoch=0,
+            sizes=size,
+            begins_epoch=begins,
+            counts=(size,),
+            progress=(),
+            ending=(),
+        )
+        terms = {} if loss is None else {"ce": torch.tensor(loss)}
+        sums.add(terms, batch)
+    assert sums.means(1) == [{"ce": 1.0}]
+
+
+@pytest.mark.parametrize("norm", ["batch_stats", "group"])
+def test_a_teacher_with_batch_statistics_sees_the_students_batch(norm: str) -> None:
+    """Then a student that equals its teacher has no distance from it."""
+    model = {"name": "resnet10", "norm": norm}
+    ready = prepare(
+        resolve(toys.toy("fedntd", model=model, measure=())), toys.blobs_of(16, size=120)
+    )
+    stage = ready.settings.schedule(1, ready.world)[0]
+    view = ready.sites.view(stage.clients[0], stage)
+    assert len(view.data) % 8
+    params = ready.world.initial(0)
+    start = TrainingStart(params, teachers={"global": params})
+    plan = Plan(epochs=1, batch=8, lr=1e-12)
+    losses = trained_by(ready, start, view, plan).losses
+    assert losses["not_true"] == pytest.approx(0.0, abs=1e-6)
+    assert losses["ce"] > 0.1
+
+
+def trained_by(ready: Prepared, start: TrainingStart, view: View, plan: Plan) -> Trained:
+    stage = ready.settings.schedule(1, ready.world)[0]
+    setup = TrainingSetup(plan=plan, stage=stage, inputs=ready.sites.inputs, seed=7)
+    return train(ready.settings.method.work(stage), start, view, setup)

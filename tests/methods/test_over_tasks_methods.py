@@ -4,6 +4,7 @@ do at their edges.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from scipy.special import log_softmax
 
 import toys
 from fedstill.config.resolve import resolve
-from fedstill.core.records import Payload, Stage, TrainingStart
-from fedstill.engines.step import BatchStep, Networks, StepInputs
+from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.records import NOTHING, Payload, Stage, TrainingStart
+from fedstill.engines.step import BatchStep, Networks, StepInputs, frozen
 from fedstill.methods.fedlwf import FedLwF, Remembered
 from fedstill.models.contract import initial, module, spec_for
+from fedstill.models.predictors import predictor
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run
 from run_bits import bits
@@ -100,3 +103,59 @@ def test_which_classes_are_old_is_by_the_task_that_a_client_is_in(method: str, k
                 assert tuple(classes) == world.stream.seen(task - 1)
             came.add((round, task))
     assert came >= {(2, 0), (2, 1), (3, 1), (3, 2)}
+
+
+def test_ridge_would_forget_earlier_tasks_and_is_refused(tmp_path: Path) -> None:
+    topology = {"clients": 6, "last": "ridge"}
+    stream = {"kind": "classes", "tasks": 3}
+    with pytest.raises(IncompatibleMethod, match="analytic"):
+        prepare(resolve(toys.toy(stream=stream, topology=topology)), toys.blobs())
+    kept = {**stream, "past": "kept"}
+    prepare(resolve(toys.toy(stream=kept, topology=topology)), toys.blobs())
+
+
+@pytest.mark.parametrize("method", ["fedrs", "fedlc", "fedlmd", "fedrod"])
+def test_held_out_examples_change_no_objective(method: str) -> None:
+    """Their classes may be missing among the examples that are trained on."""
+    stage = Stage(1, 0, "train", (0,))
+    starts = []
+    for share in (0.0, 0.5):
+        plan = {"epochs": 1, "validation": share}
+        ready = prepare(resolve(toys.toy(method, plan=plan, measure=())), toys.blobs())
+        view = ready.sites.view(0, stage)
+        if share == 0.0:
+            half = prepare(
+                resolve(toys.toy(method, plan={**plan, "validation": 0.5}, measure=())),
+                toys.blobs(),
+            ).sites.view(0, stage)
+            counts = torch.bincount(half.data.labels, minlength=toys.CLASSES)
+            assert not torch.equal(counts, half.counts)
+            view = replace(view, data=half.data, counts=counts)
+        payload = Payload(params=ready.world.initial(0))
+        state = ready.settings.method.initial_state(ready.world)
+        payload = ready.settings.method.payload_for_client(state, 0, stage, ready.world)
+        work = ready.settings.method.work(stage)
+        starts.append(work.begin(payload, NOTHING, view, ready.world).constants)
+    assert starts[0].keys() == starts[1].keys()
+    assert starts[0]
+    for name, value in starts[0].items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(starts[1][name]))
+
+
+@pytest.mark.parametrize("method", ["fedrod", "fml"])
+def test_the_best_epoch_is_that_of_the_model_that_answers(method: str) -> None:
+    changes: dict[str, Any] = {"measure": ()}
+    if method == "fml":
+        changes["model"] = toys.two_networks()
+    ready = prepare(resolve(toys.toy(method, plan={"validation": 0.3}, **changes)), toys.blobs())
+    stage = Stage(1, 0, "train", (0,))
+    view = ready.sites.view(0, stage)
+    params = ready.world.initial(0)
+    for name in params:
+        if "head" in name:
+            params = {**params, name: torch.randn(params[name].shape)}
+    work = ready.settings.method.work(stage)
+    answer = frozen(work.answer(params, view.model), view.model)
+    x = ready.sites.inputs.plain(view.validation.values)
+    hits = predictor(answer.spec, answer.params)(x).argmax(1) == view.validation.labels
+    assert work.validation_score(params, view) == pytest.approx(float(hits.double().mean()))

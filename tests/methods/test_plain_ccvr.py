@@ -16,7 +16,7 @@ import toys
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import BadPayload, IncompatibleMethod
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.records import SERVER
+from fedstill.core.records import SERVER, Stage
 from fedstill.core.registry import method
 from fedstill.methods.ccvr import CCVR, class_moments, covariance_roots, gaussians
 from fedstill.methods.fedntd import FedNTD
@@ -194,3 +194,23 @@ def test_what_it_cannot_do_is_one_clear_line() -> None:
 
 def test_the_plan_of_training_is_federated_averagings() -> None:
     assert ready_for("ccvr").world.plans["train"].batch == PLAN["batch"]
+
+
+def test_a_class_that_no_client_has_keeps_its_row_of_the_head() -> None:
+    """Such as a class of an earlier task: training the head against it would forget it."""
+    ready = ready_for("ccvr", plan={**PLAN, **QUICK})
+    method, world = ready.settings.method, ready.world
+    state = method.initial_state(world)
+    draw = torch.Generator().manual_seed(0)
+    features = torch.randn(60, WIDTH, generator=draw)
+    labels = torch.tensor([1, 3]).repeat(30)
+    moments = class_moments(features + 3 * labels.unsqueeze(1), labels, CLASSES, "full")
+    state = state.next(groups=dict(moments))
+    stage = Stage(4, 0, "calibrate", (SERVER,), view="public")
+    payload = method.payload_for_client(state, SERVER, stage, world)
+    (reply,) = ready.engine().run(method.work(stage), stage, {SERVER: payload}, 7)
+    head = reply.content.tensors("head")
+    for name in HEAD:
+        before = state.params[name]
+        changed = (head[name] != before).reshape(CLASSES, -1).any(1)
+        assert changed.tolist() == [False, True, False, True, False]

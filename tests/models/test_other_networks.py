@@ -245,3 +245,40 @@ def test_what_a_network_does_not_take_is_one_line(
         contract.build(contract.spec_for(name, shape, 3, fields, vocabulary))
     assert says in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+class Encoder(nn.Module):
+    """Numbers through one of torch's transformer layers, which has a fast path in evaluation."""
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        self.body = nn.Sequential(
+            nn.Linear(input_shape[0], 16), nn.Unflatten(1, (1, 16)), layer, nn.Flatten()
+        )
+        self.head = nn.Linear(16, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def test_low_rank_updates_count_in_evaluation_as_in_training() -> None:
+    spec = contract.spec_for("low_rank", (6,), 3, {"of": f"{__name__}:Encoder"})
+    network = contract.build(spec)
+    plain = contract.build(spec)
+    plain.load_state_dict(network.state_dict())
+    for name, entry in network.named_parameters():
+        if name.endswith("lora_b"):
+            nn.init.normal_(entry)
+    x = torch.randn(5, 6)
+    trained = network.train()(x)
+    with torch.inference_mode():
+        torch.testing.assert_close(network.eval()(x), trained, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(network(x), plain.eval()(x), atol=1e-2)
+
+
+@pytest.mark.parametrize("layers", [("body.1",), ("*.1",), ("body.1.",)])
+def test_low_rank_layers_are_names_prefixes_or_patterns(layers: tuple[str, ...]) -> None:
+    fields = {"of": "mlp", "layers": layers}
+    network = contract.build(contract.spec_for("low_rank", (1, 4, 4), 3, fields))
+    assert "body.1.lora_a" in dict(network.named_parameters())

@@ -26,7 +26,11 @@ from fedstill.core.capabilities import Permit
 from fedstill.core.errors import BudgetSpent, ConfigError, IncompatibleMethod, Refused
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.method import ClientWork
-from fedstill.core.records import NOTHING, Payload, Plan, Reply, Stage
+from fedstill.core.records import NOTHING, Payload, Plan, Reply, Stage, TrainingStart
+from fedstill.core.trees import same_bits
+from fedstill.data.inputs import augment
+from fedstill.engines.clients import TrainingSetup
+from fedstill.engines.loop import train
 from fedstill.flower.messages import Request
 from fedstill.privacy.extensions import TrainingBudget, WithinBudget
 from fedstill.privacy.leakage import epsilon_at_least
@@ -118,6 +122,34 @@ def test_a_step_is_that_of_the_algorithm_written_out(class_weights: Any) -> None
         moving.step()
     for p, value in zip(net.parameters(), got.content.params.values(), strict=True):
         torch.testing.assert_close(value, p.data, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("secret", [True, False])
+def test_only_a_real_site_augments_with_numbers_that_nobody_can_repeat(secret: bool) -> None:
+    ready = prepare(
+        resolve(private(data={"augment": ("flip", "crop")}, plan={"batch": 1000})), toys.blobs()
+    )
+    stage = ready.settings.schedule(1, ready.world)[0]
+    view = ready.sites.view(0, stage)
+    start = TrainingStart(ready.world.initial(0))
+    setup = TrainingSetup(
+        plan=ready.world.plans["train"],
+        stage=stage,
+        inputs=ready.sites.inputs,
+        seed=7,
+        rule=Private(clip=0.5, noise=0.0, secret=secret),
+    )
+    work = ready.settings.method.work(stage)
+    first, second = (train(work, start, view, setup).params for _ in range(2))
+    assert same_bits(first, second) != secret
+
+
+def test_a_step_without_examples_can_be_augmented() -> None:
+    """Private training draws each example by itself, and so now and then none."""
+    images = torch.zeros(0, 1, 8, 8, dtype=torch.uint8)
+    for crop in ("crop", "crop_reflect"):
+        batch = augment(images, ("rotation", "flip", crop, "cutout"), (0.5,), (0.5,), generator(0))
+        assert batch.shape == (0, 1, 8, 8)
 
 
 @pytest.mark.parametrize("setting", ["balanced", "balanced_overall"])
@@ -290,7 +322,13 @@ def test_a_site_that_times_out_once_counts_as_what_it_said_before_also_after_a_r
         [{"name": "train", "client": 0, "refused": "failed: did not reply"}],
         {},
     )
-    assert unknown.steps == {0: Counter({1.0: 2})}
+    assert unknown.steps == {}
+    assert unknown.spent(0) is None
+    assert unknown.over(Stage(2, 0, "train", (0,)), 0) == ""
+    came = [{"name": "train", "client": 0, "examples": 10_000}]
+    record(unknown, Stage(2, 0, "train", (0,)), came, {})
+    assert unknown.steps == {0: Counter({0.005: 2 * 400})}
+    assert unknown.spent(0) is not None
 
 
 def test_what_a_site_said_in_one_stage_is_not_taken_for_another() -> None:
@@ -303,7 +341,7 @@ def test_what_a_site_said_in_one_stage_is_not_taken_for_another() -> None:
     )
     site = replace(site, world=world)
     assert site.visit(Stage(2, 0, "train", (0,)), 0, None) == (0.005, 400)
-    assert site.visit(Stage(2, 1, "fit", (0,)), 0, None) == (1.0, 2), "every step took all examples"
+    assert site.visit(Stage(2, 1, "fit", (0,)), 0, None) == (1.0, None)
 
 
 def test_at_a_site_each_step_counts_with_the_rate_that_it_had(tmp_path: Path) -> None:
@@ -445,6 +483,7 @@ def test_others_refuse_at_the_start(name: str) -> None:
         ),
         ({"privacy": {**ON, "clip": 1.0}}, "set one of them"),
         ({"engine": "vectorised"}, "set engine = 'pooled'"),
+        ({"plan": {"validation": 0.2}}, "plan.train.validation"),
         ({"topology": {"clients": 4, "last": "ridge"}}, "stage 'ridge'"),
     ],
 )

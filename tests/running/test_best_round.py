@@ -405,3 +405,22 @@ def test_a_journal_that_compares_rounds_on_unknown_data_is_named(tmp_path: Path)
     journal.write_text(journal.read_text().replace('"on":"held_out"', '"on":"elsewhere"'))
     with pytest.raises(CorruptFile, match=r"line 1.*selection\.on"):
         read_journal(journal)
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "stage"),
+    [
+        ("fedavg", {"topology": {"clients": 4, "last": "ridge"}}, "ridge"),
+        ("analytic", {"topology": {"clients": 4}}, "sums"),
+    ],
+)
+def test_no_stage_may_use_the_examples_on_which_rounds_are_compared(
+    method: str, more: dict[str, object], stage: str
+) -> None:
+    plan = {"train": {"epochs": 1, "validation": 0.2}}
+    experiment = toys.toy(method, plan=plan, select_on="held_out", measure=(), **more)
+    with pytest.raises(ConfigError, match=rf"plan\.{stage}\.validation = 0\.2"):
+        prepare(resolve(experiment), toys.blobs())
+    for apart in ({**plan, stage: {"validation": 0.2}}, {"epochs": 1, "validation": 0.2}):
+        experiment = toys.toy(method, plan=apart, select_on="held_out", measure=(), **more)
+        prepare(resolve(experiment), toys.blobs())

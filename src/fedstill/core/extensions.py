@@ -198,7 +198,14 @@ class GradientRule(Protocol):
 
     Differentially private training (DP-SGD) is such a rule: it samples the examples of each step,
     clips the gradient of each example, and adds noise to their sum.
+
+    ``secret``: whether random numbers come from the operating system, so that nobody can repeat
+    them.
     """
+
+    @property
+    def secret(self) -> bool:
+        """Whether random numbers come from the operating system."""
 
     def batches(
         self, n: int, plan: Plan, order: torch.Generator, device: torch.device

@@ -247,6 +247,11 @@ class StatisticsWork(ClientWork):
         return self.statistics(start.constants, view, world), KEEP
 
 
+def trained_counts(view: View) -> Tensor:
+    """The label counts (C,) of the examples on which a client trains, without held-out ones."""
+    return torch.bincount(view.data.labels.cpu(), minlength=len(view.counts))
+
+
 CENSUS = "census"
 """The name of the stage."""
 

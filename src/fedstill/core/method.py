@@ -290,7 +290,11 @@ class ClientWork:
         validation = view.validation
         if validation is None or len(validation) == 0:
             return None
-        logits = view.passes.logits(params, validation)
+        model = view.model
+        answer = self.answer(params, model)
+        if isinstance(answer, tuple):
+            model, answer = answer
+        logits = view.passes.logits(answer, validation, model)
         if view.head is not None:
             logits = logits.where(view.head.to(logits.device), RULED_OUT)
         return float((logits.argmax(1) == validation.labels).double().mean())

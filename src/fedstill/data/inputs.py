@@ -1,7 +1,8 @@
 """Turns stored values into the inputs of a network: normalisation of images, and their
 augmentation.
 
-Augmentation uses tensors of raw pixels. All random numbers come from the generator argument.
+Augmentation uses tensors of raw pixels. All random numbers come from the generator argument, or,
+without a generator, from the operating system.
 
 Source: FedNTD's and FedSeq's pipelines: crop, flip and rotation on raw pixels (so that padding is
 black), then normalise, then Cutout (so that the hole is 0 after normalisation, the mean colour).
@@ -10,17 +11,17 @@ black), then normalise, then Cutout (so that the hole is 0 after normalisation, 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.core.keys import to_device
-from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, DatasetInfo
+from fedstill.data.dataset import IMAGE_INFO, DatasetInfo
 
 STEPS = {
     "crop": "pad by 4 black pixels and crop to the original size at random",
@@ -59,30 +60,11 @@ class Inputs:
             return normalise(values, self.mean, self.std)
         return values
 
-    def trained_on(self, values: Tensor, generator: torch.Generator) -> Tensor:
+    def trained_on(self, values: Tensor, generator: torch.Generator | None) -> Tensor:
         """Values as a training batch, augmented with random numbers from the generator."""
         if not self.steps:
             return self.plain(values)
         return augment(values, self.steps, self.mean, self.std, generator)
-
-    def description(self, values: Tensor) -> dict[str, Any]:
-        """The description of inputs in a journal, which suffices to encode new examples.
-
-        It contains the shape and type (``pixels``) of stored values, mean and std; for other
-        examples than images, also their kind and the non-empty fields of ``DatasetInfo``.
-        """
-        description = {
-            "shape": list(values.shape[1:]),
-            "pixels": str(values.dtype).removeprefix("torch."),
-            "mean": self.mean,
-            "std": self.std,
-        }
-        if self.about.kind == "image":
-            return description
-        fields = self.about.to_json()
-        description["kind"] = self.about.kind
-        description |= {name: fields[name] for name in INPUT_FIELDS if fields[name]}
-        return description
 
 
 def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
@@ -106,7 +88,7 @@ def augment(
     steps: Collection[str],
     mean: Sequence[float],
     std: Sequence[float],
-    generator: torch.Generator,
+    generator: torch.Generator | None,
 ) -> Tensor:
     """A normalised and augmented training batch (B, C, H, W) float32.
 
@@ -162,12 +144,11 @@ class PixelSources:
         inside = torch.ones((1, 1, 1), dtype=torch.bool, device=images.device)
         return PixelSources(rows.expand(shape), columns.expand(shape), inside.expand(shape))
 
-    def rotated(self, generator: torch.Generator) -> PixelSources:
+    def rotated(self, generator: torch.Generator | None) -> PixelSources:
         """The sources after a random rotation of each image about its centre by up to DEGREES."""
         count, height, width = self.rows.shape
-        unit = torch.rand(count, generator=generator)
-        angles = ((2 * unit - 1) * math.radians(DEGREES)).view(-1, 1, 1)
-        angles = to_device(angles, self.rows.device)
+        angles = (2 * _uniform(count, generator) - 1) * math.radians(DEGREES)
+        angles = to_device(angles, self.rows.device).view(-1, 1, 1)
 
         y = self.rows + 0.5 - height / 2
         x = self.columns + 0.5 - width / 2
@@ -177,22 +158,20 @@ class PixelSources:
         columns = (sin * y + cos * x + width / 2).floor().long()
         return self._moved(rows, columns)
 
-    def flipped(self, generator: torch.Generator) -> PixelSources:
+    def flipped(self, generator: torch.Generator | None) -> PixelSources:
         """The sources after a horizontal flip of about half of the images."""
         count, _, width = self.rows.shape
-        is_mirrored = torch.rand(count, generator=generator) < 0.5
-        is_mirrored = to_device(is_mirrored, self.rows.device).view(-1, 1, 1)
-        return replace(
-            self, columns=torch.where(is_mirrored, width - 1 - self.columns, self.columns)
-        )
+        is_mirrored = to_device(_uniform(count, generator) < 0.5, self.rows.device).view(-1, 1, 1)
+        columns = torch.where(is_mirrored, width - 1 - self.columns, self.columns)
+        return replace(self, columns=columns)
 
-    def cropped(self, generator: torch.Generator, *, reflect: bool) -> PixelSources:
+    def cropped(self, generator: torch.Generator | None, *, reflect: bool) -> PixelSources:
         """The sources after padding by PADDING pixels and a random crop.
 
         reflect: whether the padding mirrors the image; otherwise it is black.
         """
         count, height, width = self.rows.shape
-        draws = torch.randint(2 * PADDING + 1, (count, 2), generator=generator)
+        draws = _integers(2 * PADDING + 1, (count, 2), generator)
         offsets = to_device(draws, self.rows.device) - PADDING
         rows = self.rows + offsets[:, 0].view(-1, 1, 1)
         columns = self.columns + offsets[:, 1].view(-1, 1, 1)
@@ -206,7 +185,7 @@ class PixelSources:
         count, channels, height, width = images.shape
         rows = self.rows.clamp(0, height - 1)
         columns = self.columns.clamp(0, width - 1)
-        flat = (rows * width + columns).view(count, 1, -1)
+        flat = (rows * width + columns).view(count, 1, height * width)
         pixels = images.flatten(2).gather(2, flat.expand(-1, channels, -1)).view_as(images)
         return pixels * self.inside.unsqueeze(1)
 
@@ -214,6 +193,21 @@ class PixelSources:
         _, height, width = self.rows.shape
         is_inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
         return PixelSources(rows, columns, self.inside & is_inside)
+
+
+def _uniform(count: int, generator: torch.Generator | None) -> Tensor:
+    """Uniform random numbers in [0, 1), (count,)."""
+    if generator is None:
+        return torch.tensor([random.SystemRandom().random() for _ in range(count)])
+    return torch.rand(count, generator=generator)
+
+
+def _integers(end: int, shape: tuple[int, int], generator: torch.Generator | None) -> Tensor:
+    """Random integers in [0, end)."""
+    if generator is None:
+        draws = [random.SystemRandom().randrange(end) for _ in range(math.prod(shape))]
+        return torch.tensor(draws, dtype=torch.int64).view(shape)
+    return torch.randint(end, shape, generator=generator)
 
 
 def _mirrored(index: Tensor, size: int) -> Tensor:
@@ -224,7 +218,7 @@ def _mirrored(index: Tensor, size: int) -> Tensor:
     return torch.where(index >= size, 2 * (size - 1) - index, index)
 
 
-def _cutout(batch: Tensor, generator: torch.Generator) -> Tensor:
+def _cutout(batch: Tensor, generator: torch.Generator | None) -> Tensor:
     """A batch with a hole in each image. The centre is uniform over the pixels; the hole covers
     HOLE / 2 pixels before the centre, and HOLE / 2 - 1 after it.
     """
@@ -235,9 +229,8 @@ def _cutout(batch: Tensor, generator: torch.Generator) -> Tensor:
     return batch.masked_fill(hole.unsqueeze(1), 0.0)
 
 
-def _hole_along(size: int, batch: Tensor, generator: torch.Generator) -> Tensor:
+def _hole_along(size: int, batch: Tensor, generator: torch.Generator | None) -> Tensor:
     """Whether positions along an axis are in the hole of each image: (B, size) bool."""
-    centres = torch.randint(size, (len(batch), 1), generator=generator)
-    centres = to_device(centres, batch.device)
+    centres = to_device(_integers(size, (len(batch), 1), generator), batch.device)
     distances = torch.arange(size, device=batch.device).view(1, -1) - centres + HOLE // 2
     return (distances >= 0) & (distances < HOLE)

@@ -303,24 +303,31 @@ class LoneClient(TrainingClients):
         self.trace: Tensors = {
             name: value.to(self.device, copy=True) for name, value in start.trace.items()
         }
-        self.pixel_draws = stage_generator(view.client, setup, "pixels")
+        self.pixel_draws: torch.Generator | None = stage_generator(view.client, setup, "pixels")
         self.teachers = self._teachers()
         self.teacher_on_batch: TeacherOnBatch | None = self.teachers.on_batch
         if setup.rule is not None:
+            if setup.rule.secret:
+                self.pixel_draws = None
             # Gradients of single examples are computed under vmap, where teachers run as well.
             build_modules(self.start.teachers, view.model)
             self.teacher_on_batch = None
 
     def _teachers(self) -> Teachers:
+        from fedstill.models.network import depends_on_batch  # few methods have teachers
+
+        models = frozen_teachers(self.start.teachers, self.view.model)
+        modules = [contract.module(model.spec, "frozen") for model in models.values()]
+        outputs_vary = self.augments or any(map(depends_on_batch, modules))
         fixed_inputs = None
-        if not self.augments and sees_every_example(self.setup.plan, self.examples):
+        if not outputs_vary and sees_every_example(self.setup.plan, self.examples):
             fixed_inputs = self.examples.values
         parallel_passes = 1
         if len(self.setup.stage.clients) == 1:
             # In a stage with several clients, the other clients use the cores.
             parallel_passes = workers()
         return Teachers(
-            models=frozen_teachers(self.start.teachers, self.view.model),
+            models=models,
             fixed_inputs=fixed_inputs,
             workers=parallel_passes,
             precision=self.setup.teacher_precision,

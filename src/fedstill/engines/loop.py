@@ -266,8 +266,7 @@ class Training:
             terms = self.recorder(inputs, batch.running)
         else:
             terms = self._gradient_step(inputs, batch.running)
-        if terms:
-            self.sums.add(terms, batch)
+        self.sums.add(terms, batch)
 
     def _gradient_step(self, inputs: StepInputs, running: Tensor | None = None) -> Terms:
         """Update the trained entries by the gradient of the objective; return its terms.
@@ -380,13 +379,9 @@ class Training:
         """The optimiser's step, followed by the method's ``after_step``."""
 
         def after_step(
-            start: TrainingStart,
-            before: Tensors,
-            gradients: Tensors,
-            after: Tensors,
-            trace: Tensors,
+            start: TrainingStart, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors
         ) -> tuple[Tensors, Tensors]:
-            return self.work.after_step(before, gradients, after, trace, start)
+            return self.work.after_step(before, grads, after, trace, start)
 
         before = trees.clone(self.leaves)
         gradients = gradients_of(self.leaves)
@@ -520,15 +515,14 @@ class TermSums:
             self.sums = {}
             self.counts = 0
 
-        sums = {}
         for name, mean in terms.items():
-            sums[name] = mean.detach() * batch.sizes
+            total = mean.detach() * batch.sizes
             if batch.running is not None:
                 # The term of a client that has ended may be infinite, and 0 times that is NaN.
-                sums[name] = torch.where(batch.running, sums[name], 0.0)
+                total = torch.where(batch.running, total, 0.0)
             if name in self.sums:
-                sums[name] = self.sums[name] + sums[name]
-        self.sums = sums
+                total = self.sums[name] + total
+            self.sums[name] = total
         self.counts = self.counts + batch.sizes
 
     def _reset_where(self, begins_epoch: Tensor) -> None:

@@ -404,11 +404,7 @@ class SerialEngine:
         return fields
 
     def _measured(
-        self,
-        started: StartedClient,
-        trained: Trained | None,
-        params: Tensors,
-        sent: frozenset[str],
+        self, started: StartedClient, trained: Trained | None, params: Tensors, sent: frozenset[str]
     ) -> Fields:
         """The measurements of the hooks for a client with the trained ``params``; empty if the
         client has no model, or trains another network than its own.

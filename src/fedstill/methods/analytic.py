@@ -13,7 +13,7 @@ Memory: gram, cross = the client's own sums of its last task, without ``groups``
 Reading: features e are ReLU(h Q), where Q has fixed random numbers of mean 0 and standard deviation
 1, (D, M). With ``width`` 0, e is h. The code states M = 1,250 in its README and 10,000 as its
 default.
-Reading: rho is 1e6, as in the code, which tunes it. The best value depends on M and on the size of
+Reading: rho is 10. The code has 1e6, and tunes it: the best value depends on M and on the size of
 the features.
 Reading: the code's layer has no bias. Here it has one, without a penalty, as in ``afl``.
 Reading: the code predicts by the cosine with the columns of the layer (``cosine``). Here the

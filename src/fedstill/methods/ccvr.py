@@ -13,7 +13,8 @@ Memory: nothing.
 Reading: the paper's clients send means and covariances. Here they send sums, from which the moments
 of all clients' features follow exactly, for any split of the data.
 Reading: a class with fewer than two examples gets the mean covariance of the other classes. A class
-without examples is not drawn.
+without examples, such as one of an earlier task, is not drawn: its row of the head does not change,
+and the head is trained to tell the other classes apart.
 Reading: the paper's M_c is between 100 and 2,000, depending on the data set. We draw 200 features
 and use each ten times, which takes as many steps as the paper's maximum.
 Reading: there is no official code.
@@ -251,10 +252,12 @@ class Calibrate(ClientWork):
 
         present = (counts > 0).nonzero().squeeze(1)
         values = features[present].flatten(0, 1).to(dtype_of(head))
+        labels = torch.arange(len(present)).repeat_interleave(self.samples)
         return TrainingStart(
-            head,
-            model=ModelSpec("logistic", (means.shape[1],), world.classes),
-            examples=Examples(values, present.repeat_interleave(self.samples)),
+            {name: value[present] for name, value in head.items()},
+            model=ModelSpec("logistic", (means.shape[1],), len(present)),
+            examples=Examples(values, labels),
+            constants={"head": head, "present": present},
         )
 
     def end(
@@ -265,4 +268,8 @@ class Calibrate(ClientWork):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload]:
-        return Payload(head=params), NOTHING
+        present = start.constants["present"].to(dtype=torch.int64)
+        head = {name: value.clone() for name, value in start.constants["head"].items()}
+        for name, rows in params.items():
+            head[name][present] = rows
+        return Payload(head=head), NOTHING

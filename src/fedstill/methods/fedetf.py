@@ -23,6 +23,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedstill.core.capabilities import Need, Permit
+from fedstill.core.label_counts import trained_counts
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
@@ -51,7 +52,8 @@ class BalancedSoftmax(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        shift = view.counts.clamp(min=1).double().log().to(dtype_of(payload.params))  # (C,)
+        logs = trained_counts(view).clamp(min=1).double().log()  # (C,)
+        shift = logs.to(dtype_of(payload.params))
         return TrainingStart(payload.params, constants={"shift": shift})
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:

@@ -15,6 +15,8 @@ log p(y|x) for the true label, in evaluation mode. The server weighs clients by 
 code does the same.
 Reading: p is the softmax over the outputs that ``stream.head`` trains. The code uses the outputs of
 the task: set ``stream.head`` to "task".
+Reading: lambda multiplies the sum of weighted squares, as in Fed-Mammoth's code; in the paper,
+lambda / 2 does.
 Reading: in Fed-Mammoth's code, the last round of a task trains nothing, because the penalty is
 returned in place of the loss. We do not follow this.
 Reading: in the codes of TARGET, LANDER and STSA, the penalty is computed at the received model,

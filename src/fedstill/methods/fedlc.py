@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Permit
 from fedstill.core.fields import NonNegative
+from fedstill.core.label_counts import trained_counts
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
@@ -65,7 +66,8 @@ class Calibrated(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        margins = self.method.margin * view.counts.double().pow(-0.25).clamp(max=ABSENT)  # (C,)
+        scaled_counts = trained_counts(view).double().pow(-0.25).clamp(max=ABSENT)
+        margins = self.method.margin * scaled_counts  # (C,)
         return TrainingStart(
             payload.params, constants={"shift": -margins.to(dtype_of(payload.params))}
         )

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Permit
 from fedstill.core.fields import NonNegative, Positive
+from fedstill.core.label_counts import trained_counts
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
@@ -71,10 +72,9 @@ class MaskedUniform(ClientWork):
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        counts = view.counts.double()
-        return TrainingStart(
-            payload.params, constants={"majority": counts > counts.mean(), "counts": view.counts}
-        )
+        counts = trained_counts(view)
+        majority = counts > counts.double().mean()
+        return TrainingStart(payload.params, constants={"majority": majority, "counts": counts})
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         m = self.method

@@ -30,6 +30,7 @@ from torch import Tensor
 from fedstill.core.aggregation import Aggregation
 from fedstill.core.capabilities import Addition, Need
 from fedstill.core.fields import NonNegative
+from fedstill.core.label_counts import trained_counts
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
     SERVER,
@@ -97,7 +98,7 @@ class BothHeads(KeepsItsOwn):
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
         start = super().begin(payload, client_state, view, world)
-        logs = self.gamma * view.counts.clamp(min=1).double().log()  # (C,)
+        logs = self.gamma * trained_counts(view).clamp(min=1).double().log()  # (C,)
         return replace(start, constants={"shift": logs.to(dtype_of(start.params))})
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:

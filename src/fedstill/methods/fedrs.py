@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fedstill.core.capabilities import Permit
 from fedstill.core.fields import Share
+from fedstill.core.label_counts import trained_counts
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
@@ -63,7 +64,7 @@ class Restricted(ClientWork):
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
         alpha = self.method.alpha
-        counts = view.counts.double()  # (C,)
+        counts = trained_counts(view).double()  # (C,)
         if self.method.scaling == "missing":
             share = (counts > 0).double()
         else:

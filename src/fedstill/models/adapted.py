@@ -229,7 +229,11 @@ def low_rank(
     fields: Mapping[str, Any] = building.from_pairs(arguments or {})
     network = building.construct(of, spec, fields)
     linear = {name: m for name, m in network.named_modules() if type(m) is nn.Linear}
-    chosen = [layer for name, layer in linear.items() if matches(f"{name}.", layers)]
+    chosen = [
+        layer
+        for name, layer in linear.items()
+        if matches(name, layers) or matches(f"{name}.", layers)
+    ]
     if not chosen:
         raise ConfigError(
             f"model.layers = {list(layers)} matches none of the linear layers of {of}: "
@@ -242,6 +246,9 @@ def low_rank(
         layer.lora_a = nn.Parameter(a)
         layer.lora_b = nn.Parameter(torch.zeros(layer.out_features, rank, dtype=a.dtype))
         layer.scale = alpha / rank  # type: ignore[assignment]
+        # In evaluation, torch's transformer layer calls linear layers only if they have a hook.
+        # Otherwise it reads their weights, without the update. This hook changes nothing.
+        layer.register_forward_pre_hook(lambda layer, inputs: None)
     return network
 
 

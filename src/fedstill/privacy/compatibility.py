@@ -129,6 +129,22 @@ def weights_from_labels(run: PlannedRun) -> str:
     return ""
 
 
+def held_out_examples(run: PlannedRun) -> str:
+    """Clients hold out examples.
+
+    Which examples a client holds out depends on their number, so one more example would change the
+    training set by many.
+    """
+    for stage, plan in run.world.plans.items():
+        if plan.validation > 0:
+            return (
+                f"privacy.gradient_clip: with plan.{stage}.validation = {plan.validation:g}, one "
+                "more example changes which examples are held out, which epsilon does not cover; "
+                "set plan.validation = 0"
+            )
+    return ""
+
+
 # ---- secure sums --------------------------------------------------------------------------------
 
 
@@ -342,6 +358,7 @@ RULES: tuple[Rule[PlannedRun], ...] = (
     Rule(trains_privately, stacked_clients, ConfigError, at_sites=True),
     Rule(trains_privately, joint_gradients, ConfigError, at_sites=True),
     Rule(trains_privately, weights_from_labels, ConfigError, at_sites=True),
+    Rule(trains_privately, held_out_examples, ConfigError, at_sites=True),
     Rule(sums_securely, missing_ciphers, ConfigError, at_sites=True),
     Rule(sums_securely, forbidden_sums, at_sites=True),
     Rule(sums_securely, robust_mean, at_sites=True),

@@ -233,8 +233,9 @@ class TrainingBudget(Observer):
 
     ``examples``: in a simulation, the number of examples that each client trains on, by stage name
     and client. ``steps``: the steps so far, by client and probability. ``reported``: the number of
-    examples that a real site reported last, by stage name and client. A site that has not reported
-    yet counts as if every step took all of its examples. Failed and refused replies also count,
+    examples that a real site reported last, by stage name and client. ``uncounted``: by client, how
+    often a stage of a name was asked of a site that has not reported yet; these visits are counted
+    when it reports, and until then its epsilon is unknown. Failed and refused replies also count,
     because the client may have sent something. ``unasked``: the clients that were left out of the
     current stage, because their budget is spent.
     """
@@ -244,6 +245,7 @@ class TrainingBudget(Observer):
     examples: Mapping[tuple[str, int], int]
     steps: dict[int, Counter[float]] = field(default_factory=dict)
     reported: dict[tuple[str, int], int] = field(default_factory=dict)
+    uncounted: dict[int, Counter[str]] = field(default_factory=dict)
     on_sites: bool = False
     unasked: frozenset[int] = frozenset()
     advice: ClassVar[str] = "fewer rounds or epochs, more noise (gradient_noise) or smaller batches"
@@ -264,8 +266,9 @@ class TrainingBudget(Observer):
             on_sites=settings.on_sites,
         )
 
-    def visit(self, stage: Stage, client: int, claimed: int | None) -> tuple[float, int]:
-        """The probability with which a step takes an example, and the number of steps.
+    def visit(self, stage: Stage, client: int, claimed: int | None) -> tuple[float, int | None]:
+        """The probability with which a step takes an example, and the number of steps; None if it
+        is unknown.
 
         claimed: the number of examples that the client reports; None if it reports none.
         """
@@ -276,33 +279,42 @@ class TrainingBudget(Observer):
         if claimed is None:
             claimed = self.reported.get(key)
         examples = self.examples.get(key, claimed)
-        if examples is None:
-            examples = plan.batch
-        return rate_and_steps(examples, plan)
+        if examples is not None:
+            return rate_and_steps(examples, plan)
+        # The worst case: every step takes all examples.
+        return 1.0, plan.steps or None
 
     def client_fields(self, event: Event, result: StageResult) -> Fields:
-        """``private_steps``: the noised steps of a client, and ``private_rate``: the probability
-        with which a step takes an example.
+        """``private_steps``: the noised steps of a client; None if they are unknown.
+        ``private_rate``: the probability with which a step takes an example.
         """
         if not _is_asked(event, result.stage, self.unasked):
             return {}
         rate, steps = self.visit(result.stage, event["client"], event.get("examples"))
-        if not steps:
+        if steps == 0:
             return {}
         return {"private_steps": steps, "private_rate": rate}
 
     def on_event(self, event: Event) -> None:
         """Count a client's steps, and remember how many examples a site has."""
-        steps = event.get("private_steps", 0)
-        if event["event"] != "client" or not steps:
+        if event["event"] != "client" or "private_steps" not in event:
             return
-        steps_by_rate = self.steps.setdefault(event["client"], Counter())
-        steps_by_rate[float(event["private_rate"])] += steps
+        client = event["client"]
+        name = event["name"]
+        if event["private_steps"] is None:
+            self.uncounted.setdefault(client, Counter())[name] += 1
+            return
+        visits = 1
         if event.get("examples") and "refused" not in event:
-            self.reported[event["name"], event["client"]] = event["examples"]
+            self.reported[name, client] = event["examples"]
+            visits += self.uncounted.get(client, Counter()).pop(name, 0)
+        steps_by_rate = self.steps.setdefault(client, Counter())
+        steps_by_rate[float(event["private_rate"])] += visits * event["private_steps"]
 
     def spent(self, client: int, rate: float = 0.0, further_steps: int = 0) -> float | None:
-        """A client's epsilon so far, or after further steps; None if it is unbounded."""
+        """A client's epsilon so far, or after further steps; None if it is unbounded or unknown."""
+        if self.uncounted.get(client):
+            return None
         steps = self.steps.get(client, Counter()) + Counter({rate: further_steps})
         return training_epsilon(self.privacy.sigma, steps, self.privacy.delta)
 
@@ -314,9 +326,10 @@ class TrainingBudget(Observer):
         checks its budget itself.
         """
         limit = self.privacy.epsilon
-        if limit is None or (not self.examples and (stage.name, client) not in self.reported):
-            return ""
         rate, steps = self.visit(stage, client, None)
+        is_reported = bool(self.examples) or (stage.name, client) in self.reported
+        if limit is None or steps is None or not is_reported or self.uncounted.get(client):
+            return ""
         total = self.spent(client, rate, steps)
         if total is not None and total <= limit:
             return ""
@@ -326,7 +339,9 @@ class TrainingBudget(Observer):
         )
 
     def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
-        """``privacy``: each client's epsilon so far (None: unbounded), and at which delta."""
+        """``privacy``: each client's epsilon so far (None: unbounded or unknown), and at which
+        delta.
+        """
         return {
             "privacy": {
                 "epsilon": [self.spent(client) for client in range(self.world.clients)],

@@ -22,7 +22,7 @@ import torch
 
 from fedstill import manifest
 from fedstill.config.settings import Settings
-from fedstill.config.stages import SHARED_STAGES
+from fedstill.config.stages import SHARED_STAGES, held_out_share
 from fedstill.continual.task_test import TEST_STAGES
 from fedstill.core.aggregation import ROBUST
 from fedstill.core.capabilities import OF_NETWORKS, Need, Permit
@@ -430,6 +430,11 @@ def unsolvable_last_layer(run: PlannedRun) -> str:
         problem = "the server has several models; leave it out"
     elif Need.HEAD not in contract.capabilities(spec):
         problem = f"it needs a model with a head, and {spec.label} has none: give it body and head"
+    elif run.world.stream.tasks > 1 and not run.world.stream.keeps_data:
+        problem = (
+            "it would solve the layer for the last task alone and forget the others; choose method "
+            "analytic, or set stream.past = 'kept'"
+        )
     else:
         problem = no_linear_head(run.world)
     if not problem:
@@ -504,6 +509,24 @@ def unreached_stage(run: PlannedRun) -> str:
 def missing_selection_data(run: PlannedRun) -> str:
     """Rounds that would be compared on data that the run lacks."""
     selection_data(run.settings, run.sites, run.stage_names)  # raises ConfigError
+    return ""
+
+
+def scored_on_used_examples(run: PlannedRun) -> str:
+    """A stage uses the held-out examples on which the rounds are compared."""
+    settings = run.settings
+    if selection_data(settings, run.sites, run.stage_names) != "held_out":
+        return ""
+    share = held_out_share(settings.plans)
+    for stage in run.stages:
+        if stage.view == "public" or SERVER in stage.clients or stage.name in TEST_STAGES:
+            continue
+        plan = run.world.plans.get(stage.name)
+        if plan is not None and plan.validation < share:
+            return (
+                f"stage {stage.name!r} uses the examples on which the rounds are compared; set "
+                f"plan.{stage.name}.validation = {share:g}, or set plan.validation for all stages"
+            )
     return ""
 
 
@@ -645,6 +668,7 @@ RULES: tuple[Rule[PlannedRun], ...] = (
     Rule(lambda run: run.settings.keep_updates, unknown_updates, ConfigError),
     Rule(lambda run: run.settings.stop.is_active, unreached_stage, ConfigError),
     Rule(lambda run: run.settings.selects_round, missing_selection_data, ConfigError),
+    Rule(lambda run: run.settings.selects_round, scored_on_used_examples, ConfigError),
     Rule(lambda run: run.settings.engine == "vectorised", unstackable_clients, ConfigError),
 )
 """What methods, measures and settings ask of a run."""

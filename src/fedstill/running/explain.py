@@ -33,6 +33,7 @@ from fedstill.measures.choice import measures
 from fedstill.models import contract
 from fedstill.running.evaluation import client_predictors_of
 from fedstill.running.extensions import run_extensions
+from fedstill.running.model_files import inputs_description
 from fedstill.running.preparation import Prepared, suited_engine_of
 
 BYTES_PER_PARAMETER = 4
@@ -595,7 +596,7 @@ def _held_out(prepared: Prepared) -> int:
 def data_sentences(prepared: Prepared) -> list[str]:
     """Sentences about the form and number of the examples, and about omitted ones."""
     data = prepared.dataset
-    description = prepared.sites.inputs.description(data.train.values)
+    description = inputs_description(prepared.sites.inputs, data.train.values)
     lines = [examples_text(description) or _image_sentence(data.input_shape)]
     counts = example_counts(prepared)
     if counts is not None:

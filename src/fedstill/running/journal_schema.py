@@ -242,7 +242,7 @@ class ClientOfStage(TypedDict, total=False):
     refused: str
     idle: bool
     noised_rows: Count
-    private_steps: Count
+    private_steps: Count | None
     private_rate: Share
     steps: Count
     epochs: Count

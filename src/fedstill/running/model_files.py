@@ -41,7 +41,7 @@ from fedstill.core.files import (
 )
 from fedstill.core.records import Examples, ModelSpec, Tensors, matches
 from fedstill.core.user_modules import code_named_by, trust_content
-from fedstill.data.dataset import Dataset, DatasetInfo, examples_digest
+from fedstill.data.dataset import INPUT_FIELDS, Dataset, DatasetInfo, examples_digest
 from fedstill.data.inputs import Inputs
 from fedstill.engines.hardware import run_in_parallel, workers
 from fedstill.engines.passes import ModelPasses
@@ -443,8 +443,29 @@ def as_features(settings: Settings, dataset: Dataset) -> Dataset:
         about=DatasetInfo(
             "vector", owners=dataset.about.owners, notes=(*dataset.about.notes, note)
         ),
-        backbone_inputs=passes.inputs.description(dataset.train.values),
+        backbone_inputs=inputs_description(passes.inputs, dataset.train.values),
     )
+
+
+def inputs_description(inputs: Inputs, values: Tensor) -> dict[str, Any]:
+    """The description of inputs in a journal, which suffices to encode new examples.
+
+    values: stored values (n, ...), whose shape and type are described. The other fields are mean
+    and std; for other examples than images, also their kind and the non-empty fields of
+    ``DatasetInfo``.
+    """
+    description = {
+        "shape": list(values.shape[1:]),
+        "pixels": str(values.dtype).removeprefix("torch."),
+        "mean": inputs.mean,
+        "std": inputs.std,
+    }
+    if inputs.about.kind == "image":
+        return description
+    fields = inputs.about.to_json()
+    description["kind"] = inputs.about.kind
+    description |= {name: fields[name] for name in INPUT_FIELDS if fields[name]}
+    return description
 
 
 def body_of(

@@ -25,6 +25,7 @@ from fedstill.running.client_evaluation import ClientAnswers, ClientTests, SiteT
 from fedstill.running.evaluation import Evaluation, tests_by_class
 from fedstill.running.extensions import Extensions
 from fedstill.running.journal import Journal
+from fedstill.running.model_files import inputs_description
 from fedstill.running.observers import Forgetting, Measures, TaskEnds, Traffic
 from fedstill.running.preparation import Prepared
 from fedstill.running.selection import Selection
@@ -91,7 +92,7 @@ def data_fields(prepared: Prepared, has_split: bool) -> Fields:
     fields: Fields = {
         "classes": list(data.classes),
         "inputs": {
-            **prepared.sites.inputs.description(data.train.values),
+            **inputs_description(prepared.sites.inputs, data.train.values),
             **_standardised(prepared.scaler),
         },
         "test_counts": tests_by_class(prepared.sites, prepared.world.classes),
