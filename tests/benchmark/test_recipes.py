@@ -251,6 +251,8 @@ def test_differences_to_a_row_are_paired_by_seed(
         "to",
         f"{high:+.1f}",
     ]
+    assert call([*words, "--against", "fedntd"]) == 0, "as in --cells, case does not matter"
+    assert [line for line in capsys.readouterr().out.splitlines() if line in lines] == lines
     assert call([*words, "--against", "FedProx"]) == 2
     assert (
         "'FedProx' among the cells; name one of FedAvg, FedNTD, FedADKD" in capsys.readouterr().err
@@ -330,8 +332,9 @@ def test_differences_to_other_runs_and_by_round_are_paired_by_seed(
         *said(ours, base), "told", "apart",
     ]  # fmt: skip
     assert lines[2][3:6] == ["500", "–", "0"]
-    assert call([*words, "--at", "0"]) == 2
-    assert "--at" in capsys.readouterr().err
+    for too_early in ("0", "5"):
+        assert call([*words, "--at", too_early]) == 2, "a mean of ten rounds needs ten"
+        assert f"--at {too_early}" in capsys.readouterr().err
     assert call([*words, "--beside", str(RESULTS / "fedadkd-alpha-five")]) == 2
     assert "no run of these rows" in " ".join(capsys.readouterr().err.split())
 
@@ -535,6 +538,7 @@ def test_every_dirichlet_split_of_qkt_gives_each_client_ten_examples(tmp_path: P
         (["-s", "plan.train.lr=0.1", "-s", "plan.lr=0.2"], "plan.lr"),
         (["-s", "topology=peer_to_peer"], "rounds"),
         (["-s", "model.nosuch=1"], "model.nosuch"),
+        (["-s", "seed=4"], "-s seed"),
     ],
 )
 def test_an_override_of_a_recipe_without_effect_is_refused(
@@ -543,6 +547,39 @@ def test_an_override_of_a_recipe_without_effect_is_refused(
     command = ["reproduce", "fedntd/table14", "--table", "--out", str(tmp_path)]
     assert call([*command, *words]) == 2
     assert key in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--against", "other"],
+        ["--against", "FedNTD", "--cells", "beta 0:*"],
+        ["--beside", "absent"],
+        ["--at", "9"],
+    ],
+)
+def test_an_option_of_the_tables_is_checked_before_the_runs(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def carry_out(*_: object, **__: object) -> int:
+        pytest.fail("the runs may take days")
+
+    monkeypatch.setattr("fedstill.cli.comparisons.carry_out", carry_out)
+    command = ["reproduce", "fedntd/table14", "--out", str(tmp_path)]
+    assert call([*command, *words]) == 2
+    assert words[0] in capsys.readouterr().err
+
+
+def test_a_date_in_place_of_a_text_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --out, the name of the folder depends on the values of -s."""
+    monkeypatch.chdir(tmp_path)
+    assert call(["reproduce", "fedntd/table14", "-s", "data.test_from=2020-01-01"]) == 2
+    assert "data.test_from" in capsys.readouterr().err
 
 
 def test_a_start_of_ones_own_is_refused_where_cells_have_theirs(

@@ -81,7 +81,8 @@ def reproduce(  # noqa: PLR0913 - the options of the command reproduce
             interval.
         beside: Other runs of this table, made with other settings: print the difference of each row
             to the same row there, or to the row --against there.
-        at: Also print each row at these rounds, as the mean of the last ten, e.g. --at 50,100,200.
+        at: Also print each row at these rounds, each as the mean of the ten rounds up to it, e.g.
+            --at 50,100,200.
         overwrite: Start again where a run is damaged, or has other settings, files or data.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
@@ -89,7 +90,9 @@ def reproduce(  # noqa: PLR0913 - the options of the command reproduce
     from fedstill.benchmark.reproduction import (
         OtherRuns,
         RecipeRuns,
+        check_rounds,
         difference_tables,
+        find_row,
         paper_tables,
     )
     from fedstill.cli.comparisons import carry_out
@@ -109,6 +112,16 @@ def reproduce(  # noqa: PLR0913 - the options of the command reproduce
         return RecipeRuns(paper_table, chosen, variants)
 
     runs = runs_in(folder, paper_table.cells(cells))
+    # The options of the tables are checked now, because the runs may take days.
+    check_rounds(at)
+    other_runs = None
+    if beside is None:
+        baseline = find_row(against, runs.cells, "among the cells")
+    else:
+        baseline = find_row(against, paper_table.cells(), "in the recipe")
+        other_cells = paper_table.with_row(runs.cells, baseline)
+        other_runs = OtherRuns(runs_in(readable(beside), other_cells), beside)
+
     screen = terminal.console()
     code = 0
     if not table:
@@ -123,13 +136,9 @@ def reproduce(  # noqa: PLR0913 - the options of the command reproduce
         )
     elif not any(variant.folder.is_dir() for variant in runs.variants):
         screen.print(f"{folder} contains none of these runs; leave out --table to run them")
-    other_runs = None
-    if beside is not None:
-        other_cells = paper_table.with_row(runs.cells, against)
-        other_runs = OtherRuns(runs_in(readable(beside), other_cells), beside)
     for block in paper_tables(runs, changes):
         screen.print(block)
-    for block in difference_tables(runs, against, other_runs, at):
+    for block in difference_tables(runs, baseline, other_runs, at):
         screen.print(block)
     return code
 
@@ -149,6 +158,10 @@ def recipe_changes(
         raise ConfigError(
             "-s method.name: the rows of a recipe are its methods; choose rows with --cells, or "
             "compare another method with fedstill compare"
+        )
+    if "seed" in keys:
+        raise ConfigError(
+            "-s seed: the seeds of a recipe are 1, 2, 3, ...; choose their number with --seeds"
         )
     if recipe.starts and "start_from" in keys:
         raise ConfigError(

@@ -158,7 +158,9 @@ class Recipe:
         folder = Path("runs") / self.name.replace("/", "-")
         if not changes:
             return folder
-        key = hashlib.sha256(json.dumps(dict(changes), sort_keys=True).encode()).hexdigest()[:6]
+        # Dates and times of TOML have no form in JSON.
+        text = json.dumps(dict(changes), sort_keys=True, default=str)
+        key = hashlib.sha256(text.encode()).hexdigest()[:6]
         return folder.with_name(f"{folder.name}-reduced-{key}")
 
 

@@ -298,10 +298,43 @@ def _client_lines(runs: RecipeRuns, cells: Sequence[Cell]) -> Iterator[list[str]
 
 @dataclass(frozen=True)
 class OtherRuns:
-    """Runs of the same recipe in another folder, to compare with."""
+    """Runs of the same recipe in another folder, to compare with.
+
+    Raises ConfigError if the folder has none of them.
+    """
 
     runs: RecipeRuns
     folder: Path
+
+    def __post_init__(self) -> None:
+        if not any(variant.folder.is_dir() for variant in self.runs.variants):
+            raise ConfigError(
+                f"--beside: {self.folder} contains no run of these rows; name a folder, or a pack, "
+                "of this recipe's runs"
+            )
+
+
+def find_row(name: str, cells: Sequence[Cell], place: str) -> str:
+    """The row of some cells with a name, whatever its case; empty for an empty name.
+
+    Raises ConfigError for an unknown row. ``place``: where the cells are, in words.
+    """
+    rows = {row.lower(): row for row, _ in cells}
+    if name and name.lower() not in rows:
+        raise ConfigError(
+            f"--against: there is no row {name!r} {place}; name one of {', '.join(rows.values())}"
+        )
+    return rows.get(name.lower(), "")
+
+
+def check_rounds(rounds: Sequence[int]) -> None:
+    """Raise ConfigError for a round of --at that has too few rounds before it for its mean."""
+    for number in rounds:
+        if number < RECENT_ROUNDS:
+            raise ConfigError(
+                f"--at {number}: name rounds from {RECENT_ROUNDS} on, because each number is the "
+                f"mean of the {RECENT_ROUNDS} rounds up to it"
+            )
 
 
 def difference_tables(
@@ -323,11 +356,7 @@ def difference_tables(
 
 
 def differences_to_row(runs: RecipeRuns, against: str) -> Iterator[RenderableType]:
-    """For every column, the difference of each row to the row ``against``, paired by seed.
-
-    Raises ConfigError if no column has such a row.
-    """
-    _check_row(against, runs.cells, "among the cells")
+    """For every column, the difference of each row to the row ``against``, paired by seed."""
     yield Text(_difference_title(against))
     lines = []
     for row, column in runs.cells_by_column:
@@ -343,21 +372,13 @@ def differences_to_other_runs(
 ) -> Iterator[RenderableType]:
     """The difference of each row to other runs: those of the same row, or those of ``against``.
 
-    The settings in which the two differ come first. Raises ConfigError if there are no such runs,
-    and for an unknown row.
+    The settings in which the two differ come first.
     """
-    _check_row(against, runs.recipe.cells(), "in the recipe")
-    folder = other_runs.folder
-    if not any(variant.folder.is_dir() for variant in other_runs.runs.variants):
-        raise ConfigError(
-            f"--beside: {folder} contains no run of these rows; name a folder, or a pack, of this "
-            "recipe's runs"
-        )
     comparisons = [
         Comparison((row, column), (against or row, column), runs, other_runs.runs)
         for row, column in runs.cells_by_column
     ]
-    yield Text(_difference_title(f"{against or 'the same rows'} in {folder}"))
+    yield Text(_difference_title(f"{against or 'the same rows'} in {other_runs.folder}"))
     yield from _differing_settings(comparisons, other_row=bool(against))
     lines: list[list[str]] = []
     for comparison in comparisons:
@@ -392,13 +413,8 @@ def accuracies_at_rounds(
     """The accuracy of each row at some rounds, as the mean of the last ten rounds there, and its
     difference to the row ``against``.
 
-    Finished runs that are too short are left out. Raises ConfigError for a round below 1, and for
-    an unknown row.
+    Finished runs that are too short are left out.
     """
-    for number in rounds:
-        if number < 1:
-            raise ConfigError(f"--at: rounds start at 1, not {number}")
-    _check_row(against, runs.cells, "among the cells")
     head = ["", "round", "ours [%]", "seeds"]
     if against:
         head += [f"to {against}", "95 % interval", ""]
@@ -452,12 +468,6 @@ def _recent_accuracies(curves: Curves, number: int) -> dict[int, float]:
             if mean is not None:
                 means[seed] = mean
     return means
-
-
-def _check_row(row: str, cells: Sequence[Cell], place: str) -> None:
-    rows = dict.fromkeys(cell[0] for cell in cells)
-    if row and row not in rows:
-        raise ConfigError(f"there is no row {row!r} {place}; name one of {', '.join(rows)}")
 
 
 def _compared_measures(runs: RecipeRuns) -> list[str]:
