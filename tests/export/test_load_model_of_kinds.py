@@ -5,6 +5,7 @@ logits out.
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,10 +17,12 @@ import safetensors.torch
 import torch
 
 import kinds
+import toys
 from fedstill.cli import call
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.data.dataset import Dataset, DatasetInfo
+from fedstill.data.sources import from_tensors
 from fedstill.engines.passes import shards
 from fedstill.export.loading import load_model
 from fedstill.export.trained_model import TrainedModel
@@ -330,3 +333,101 @@ def test_the_start_event_of_images_is_as_it_was(tmp_path: Path) -> None:
     run(own, tmp_path / "run")
     start = read_journal(tmp_path / "run" / "journal.jsonl")[0]
     assert start["inputs"] == {"shape": [1, 8, 8], "pixels": "uint8", "mean": [0.5], "std": [0.5]}
+
+
+@pytest.fixture(scope="module")
+def on_features(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The directory of a run on standardised features of a backbone, by ``data.standardise``."""
+    folder = tmp_path_factory.mktemp("features")
+    run(toys.toy(measure=()), folder / "body", data=toys.blobs(seed=3))
+    backbone = {"name": "mlp", "file": str(folder / "body" / "model.safetensors"), "hidden": [8]}
+
+    def of(standardise: str) -> Path:
+        place = folder / standardise
+        if not place.exists():
+            data = {"features_of": backbone, "standardise": standardise}
+            own = toys.toy(data=data, model="logistic", measure=(), rounds=1)
+            run(own, place, data=toys.blobs())
+        return place
+
+    return of
+
+
+def logits_in_the_run(folder: Path, client: int) -> torch.Tensor:
+    """The logits of the run's model on a client's training examples, as the run standardised
+    them.
+    """
+    ready = prepare(settings_of(folder), toys.blobs())
+    predict = predictor(
+        ready.world.server_model, safetensors.torch.load_file(folder / "model.safetensors")
+    )
+    with torch.no_grad():
+        return predict(ready.sites.train.values[ready.sites.positions(client)])
+
+
+def images_of_client(folder: Path, client: int) -> torch.Tensor:
+    ready = prepare(settings_of(folder), toys.blobs())
+    return toys.blobs().train.values[ready.sites.positions(client)]
+
+
+def test_features_are_standardised_in_the_model_and_in_each_export(
+    on_features: Runs, tmp_path: Path
+) -> None:
+    folder, shared, path = on_features("pooled"), tmp_path / "shared", tmp_path / "m.pt2"
+    images, wanted = images_of_client(folder, 2), logits_in_the_run(folder, 2)
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(folder)(images), wanted, rtol=1e-5, atol=1e-5)
+    assert call(["export", str(folder), "--pt2", str(path), "--folder", str(shared)]) == 0
+    program = torch.export.load(path).module()
+    torch.testing.assert_close(program(images), wanted, rtol=1e-5, atol=1e-5)
+    classifier = runpy.run_path(str(shared / "model.py"))["Classifier"].load(shared)
+    torch.testing.assert_close(classifier(images), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_features_are_standardised_in_onnx(on_features: Runs, tmp_path: Path) -> None:
+    for needed in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(needed, reason="the extra onnx is not installed")
+    import onnxruntime
+
+    folder, path = on_features("pooled"), tmp_path / "m.onnx"
+    assert call(["export", str(folder), "--onnx", str(path)]) == 0
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (logits,) = session.run(None, {"images": images_of_client(folder, 2).numpy()})
+    torch.testing.assert_close(
+        torch.from_numpy(logits), logits_in_the_run(folder, 2), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_backbone_takes_vectors_as_in_the_run(tmp_path: Path) -> None:
+    blobs = toys.blobs()
+    pairs = [
+        (part.values.flatten(1).float() / 255, part.labels) for part in (blobs.train, blobs.test)
+    ]
+    ones = [1.0] * pairs[0][0].shape[1]
+    vectors = from_tensors("vectors", *pairs, mean=ones, std=ones)
+    run(toys.toy(measure=()), tmp_path / "body", data=vectors)
+    backbone = {
+        "name": "mlp",
+        "file": str(tmp_path / "body" / "model.safetensors"),
+        "hidden": [8],
+    }
+    own = toys.toy(data={"features_of": backbone}, model="logistic", measure=(), rounds=1)
+    folder = tmp_path / "run"
+    run(own, folder, data=vectors)
+
+    ready = prepare(settings_of(folder), vectors)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    predict = predictor(ready.world.server_model, weights)
+    with torch.no_grad():
+        wanted = predict(ready.sites.train.values)
+        torch.testing.assert_close(load_model(folder)(pairs[0][0]), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_features_that_each_client_standardised_need_the_client(on_features: Runs) -> None:
+    folder = on_features("own")
+    model = load_model(folder, client=2)
+    with torch.no_grad():
+        logits = model(images_of_client(folder, 2))
+    torch.testing.assert_close(logits, logits_in_the_run(folder, 2), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ConfigError, match="client = 0"):
+        load_model(folder)

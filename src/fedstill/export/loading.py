@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from fedstill.core.reports import json_value
 from fedstill.core.trees import same_bits
 from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, PLURALS, DatasetInfo
 from fedstill.engines.step import frozen
-from fedstill.export.trained_model import TrainedModel, network_of
+from fedstill.export.trained_model import OWN, Standardised, TrainedModel, network_of
 from fedstill.methods.fit import Queries, fitted_models, student_models
 from fedstill.models.predictors import CombinedPredictor, Predictor, predictor
 from fedstill.running import journal as journals
@@ -93,16 +93,20 @@ def load_model(
         folder=folder,
         settings=settings,
         world=_world(settings, start, inputs),
+        inputs=inputs,
         checkpoint=_checkpoint(folder, events, round),
     )
     answer = _answer(stored, owner)
-    about = _description(stored, events, answer, inputs)
+    about = _description(stored, events, answer)
     if client_number is not None:
         about["own_after"] = sorted(settings.method.personal)
+        if stored.inputs.by_client:
+            about["standardised_at"] = f"client {client_number}"
     network = network_of(answer.predict)
     backbone = settings.data.features_of
     if backbone is not None:
         # The model takes the inputs of the backbone, whose features are those of the run.
+        features = inputs
         inputs = _backbone_inputs(folder, start)
         body = body_of(
             backbone,
@@ -111,7 +115,7 @@ def load_model(
             vocabulary=inputs.about.vocabulary,
             sha=start["features_of"],
         )
-        network = nn.Sequential(body, network)
+        network = _on_features(folder, features, body, network)
         about["network"] += f" on the features of {backbone['name']}"
     model = TrainedModel(
         network=network,
@@ -171,6 +175,7 @@ class StoredInputs:
     type: str = "uint8"
     about: DatasetInfo = IMAGE_INFO
     standardise: str = ""
+    by_client: bool = False
 
 
 def stored_inputs(folder: Path, stored: Any, client: int | None = None) -> StoredInputs:
@@ -195,7 +200,8 @@ def _parse_inputs(stored: Any, client: int | None) -> StoredInputs:
     if about.kind not in PLURALS or not has_valid_shape:
         raise ValueError(f"{about.kind!r} of shape {shape} is unknown")
 
-    scaling = stored.get("by_client", {}).get(str(client), stored)
+    by_client = stored.get("by_client", {})
+    scaling = by_client.get(str(client), stored)
     mean = tuple(float(value) for value in scaling["mean"])
     std = tuple(float(value) for value in scaling["std"])
     is_scaled = is_image or bool(mean or std)
@@ -210,6 +216,7 @@ def _parse_inputs(stored: Any, client: int | None) -> StoredInputs:
         type=str(stored["pixels"]),
         about=about,
         standardise=str(stored.get("standardise", "")),
+        by_client=str(client) in by_client,
     )
 
 
@@ -219,7 +226,31 @@ def _backbone_inputs(folder: Path, start: Mapping[str, Any]) -> StoredInputs:
             f"{folder} was started by a version that did not store the inputs of its backbone; run "
             "it again"
         )
-    return stored_inputs(folder, start["backbone_inputs"])
+    inputs = stored_inputs(folder, start["backbone_inputs"])
+    if inputs.about.kind == "image":
+        return inputs
+    # The backbone took other numbers than pixels as they are, whatever their mean.
+    return replace(inputs, mean=(), std=())
+
+
+def _on_features(
+    folder: Path, features: StoredInputs, body: nn.Module, network: nn.Module
+) -> nn.Module:
+    """A network that takes a backbone's inputs: the backbone's body, the standardisation of its
+    features if the run standardised them, and the network of the run.
+
+    Raises ConfigError if each client standardised the features differently and none is named. The
+    user cannot standardise them, because they are computed inside the model.
+    """
+    if features.mean:
+        return nn.Sequential(body, Standardised(features.mean, features.std), network)
+    if features.standardise == OWN:
+        raise ConfigError(
+            f"each client of {folder} standardised the features of its examples by its own mean "
+            "and standard deviation; name the client whose examples the model will take, e.g. "
+            "client = 0 (--client 0)"
+        )
+    return nn.Sequential(body, network)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -243,6 +274,7 @@ class _StoredRun:
     folder: Path
     settings: Settings
     world: RunWorld
+    inputs: StoredInputs
     checkpoint: _Checkpoint
 
     @property
@@ -356,6 +388,9 @@ def _answer(run: _StoredRun, owner: int | str | None) -> _Answer:
     if name in predictors:
         return _Answer(name, predictors[name])
     if not run.settings.method.personal:
+        if run.inputs.by_client:
+            # All clients have the same network, and each has its own mean and deviation.
+            return _common_answer(run, predictors)
         raise ConfigError(f"{method} trains one model for all clients; leave client out")
     return _personal_answer(run, owner)
 
@@ -425,7 +460,7 @@ def _client_state(run: _StoredRun, client: int) -> Payload:
 
 
 def _description(
-    run: _StoredRun, events: Sequence[journals.Event], answer: _Answer, inputs: StoredInputs
+    run: _StoredRun, events: Sequence[journals.Event], answer: _Answer
 ) -> dict[str, Any]:
     """The facts in ``TrainedModel.about``."""
     settings = run.settings
@@ -457,8 +492,8 @@ def _description(
     about |= _example_counts(start)
     if STOP_REASON in events[-1]:
         about["stopped_in_round"] = events[-1]["round"]
-    if inputs.standardise:
-        about["standardised"] = inputs.standardise
+    if run.inputs.standardise:
+        about["standardised"] = run.inputs.standardise
     return about | {key: start[key] for key in journals.VERSIONS if key in start}
 
 

@@ -155,6 +155,36 @@ def _column(name: str, values: Any) -> pa.ChunkedArray:
 
 # ---- the model -----------------------------------------------------------------------------------
 
+OWN = "own"
+"""The value of ``data.standardise`` with which each client has its own mean and deviation."""
+
+
+class Standardised(nn.Module):
+    """Standardises the features of a backbone, (N, D), before a network takes them.
+
+    mean, std: one number for each feature.
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.mean: Tensor
+        self.std: Tensor
+        self.register_buffer("mean", torch.tensor(tuple(mean), dtype=torch.float64))
+        self.register_buffer("std", torch.tensor(tuple(std), dtype=torch.float64))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Standardised features (N, D)."""
+        return standardised(features, self.mean, self.std)
+
+
+def standardised(numbers: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Numbers (N, …) as a run standardises them: computed in float64, returned as float32. NaN, a
+    missing value, becomes 0, the mean.
+    """
+    scaled = (numbers.to(torch.float64) - mean) / std
+    return scaled.to(torch.float32).nan_to_num(0.0)
+
+
 RANGE_TOLERANCE = 0.5
 """How far float images may exceed 0 and 1: resizing overshoots a little, other scales by far."""
 
@@ -273,7 +303,7 @@ class TrainedModel(nn.Module):
             return examples.to(torch.int64)
         numbers = examples.to(torch.float32)
         if len(self.mean):
-            numbers = ((numbers.to(torch.float64) - self.mean) / self.std).to(torch.float32)
+            return standardised(numbers, self.mean, self.std)
         return numbers.nan_to_num(0.0)
 
     def _as_tensor(self, examples: Any) -> Tensor:
