@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from bs4 import BeautifulSoup
 
 import fedstill
 import toys
@@ -26,8 +28,10 @@ from fedstill.attribution.class_changes import (
 )
 from fedstill.cli import call
 from fedstill.data.client_split import LabelCounts
+from fedstill.data.dataset import Dataset
+from fedstill.data.sources import from_tensors
 from fedstill.report.page import Report, page
-from fedstill.running.runs import Run, groups
+from fedstill.running.runs import Group, Run, groups
 from pages import as_html
 
 
@@ -149,6 +153,46 @@ def test_what_a_server_with_momentum_does_by_itself_is_a_bar_and_a_row(tmp_path:
         ["client 4", "+10.0"],
         ["together", "-20.4"],
     ]
+
+
+def test_the_first_measured_seed_of_a_group_is_drawn_and_named(runs: Path) -> None:
+    (group,) = groups([runs / "fedavg"])
+    measured = group.runs[0]
+    settings = {**measured.settings, "seed": measured.seed - 1}
+    earlier = replace(measured, settings=settings, measures=())
+    section = as_html(report.contributors(Report([Group("fedavg", [earlier, measured])])))
+    alone = as_html(report.contributors(Report([group])))
+    for name in ("contributors", "falls"):
+        assert figures(section, name) == figures(alone, name)
+    assert f"seed {measured.seed}" in section
+    assert f"seed {earlier.seed}" not in section
+
+
+def test_losses_are_listed_by_the_classes_of_their_runs(runs: Path, tmp_path: Path) -> None:
+    often: dict[str, Any] = {"rounds": 4, "measure": ("contributions",), "measure_every": 1}
+    few = toys.toy(**often, plan={"epochs": 3, "lr": 0.3})
+    fedstill.run(few, tmp_path / "two", data=two_classes())
+    compared = groups([tmp_path / "two", runs / "fedavg"])
+    section = as_html(report.contributors(Report(compared)))
+    document = BeautifulSoup(section, "html.parser")
+    selectors = document.find_all("select")
+    assert len(selectors) == 2
+    names = [selector["data-controls"] for selector in selectors]
+    assert len(set(names)) == 2
+    for selector, group in zip(selectors, compared, strict=True):
+        options = [option.text for option in selector.find_all("option")]
+        assert options
+        assert all(any(f"class {name}, " in text for name in group.classes) for text in options)
+        (variants,) = figures(section, selector["data-controls"])
+        assert len(variants) == len(options)
+
+
+def two_classes() -> Dataset:
+    """Images of noise with two labels, which no model keeps."""
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (90, 1, 4, 4), generator=draw, dtype=torch.uint8)
+    examples = (images, torch.arange(90) % 2)
+    return from_tensors("two", examples, examples, classes=["left", "right"])
 
 
 def test_what_was_found_out_later_is_on_the_page(tmp_path: Path) -> None:

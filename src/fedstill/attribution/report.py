@@ -24,6 +24,7 @@ from fedstill.report.blocks import (
     Chart,
     Choice,
     Gallery,
+    Label,
     Paragraph,
     Section,
     Slider,
@@ -81,6 +82,7 @@ MAP_EXPLANATION = (
     "Each column is a client of the round, and each row is a class. Red is a loss of accuracy, "
     "blue a gain."
 )
+ABOUT_LOSSES = "The largest losses in measured rounds. Each group shows its first measured seed."
 CHANGE_EXPLANATION = (
     "From the accuracy before the round to the accuracy after it. Rest: the difference between the "
     "change in accuracy and the contributions, which are in soft accuracy."
@@ -89,22 +91,22 @@ CHANGE_EXPLANATION = (
 
 def contributors(report: Report) -> Section | None:
     """Return the section; None if no run measured contributions."""
-    groups = [group for group in report.groups if measurements(group, MEASURE)]
-    if not groups:
+    measured = _measured_runs(report.groups)
+    if not measured:
         return None
-    measured: set[int] = set()
-    for group in groups:
-        measured.update(_by_round(_looks(group.started[0])))
-    rounds = sorted(measured)
+    measured_rounds: set[int] = set()
+    for group_run in measured:
+        measured_rounds.update(_by_round(_looks(group_run.run)))
+    rounds = sorted(measured_rounds)
     maps = [
         Chart(
-            [_contribution_map(group, number) for number in rounds],
-            f"{group.label}: {MAP_EXPLANATION}",
-            group_label(group, report.style),
+            [_contribution_map(group_run.run, number) for number in rounds],
+            f"{group_run.group.label}: {MAP_EXPLANATION}",
+            group_run.label(report.style),
             "contributors",
             is_explained=True,
         )
-        for group in groups
+        for group_run in measured
     ]
     blocks: list[Block] = [
         Paragraph(EXPLANATION),
@@ -112,10 +114,30 @@ def contributors(report: Report) -> Section | None:
         Paragraph(MAP_EXPLANATION),
         Gallery(maps),
     ]
-    losses = _largest_losses(groups)
-    if losses:
-        blocks += _loss_blocks(groups, report.style, losses)
+    blocks += _losses_by_classes(measured, report.style)
     return Section("why", "Which clients caused forgetting", blocks)
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """The first run of a group that measured contributions; the section shows no other run."""
+
+    group: Group
+    run: Run
+
+    def label(self, style: Style) -> Label:
+        """The name of the group, with the seed of the run."""
+        return group_label(self.group, style, f"seed {self.run.seed}")
+
+
+def _measured_runs(groups: Iterable[Group]) -> list[MeasuredRun]:
+    """The first run with contributions of each group that has one."""
+    measured = []
+    for group in groups:
+        group_measurements = measurements(group, MEASURE)
+        if group_measurements:
+            measured.append(MeasuredRun(group, group_measurements[0].run))
+    return measured
 
 
 def _looks(run: Run) -> list[Look]:
@@ -133,9 +155,8 @@ def _by_round(looks: Iterable[Look]) -> dict[int, list[Look]]:
 # ---- contributions by class and client -----------------------------------------------------------
 
 
-def _contribution_map(group: Group, number: int) -> Figure:
+def _contribution_map(run: Run, number: int) -> Figure:
     """The contributions in a round by class and client, in points."""
-    run = group.started[0]
     round_looks = _by_round(_looks(run)).get(number, [])
     columns: dict[str, list[float | None]] = {}
     for look in round_looks:
@@ -227,37 +248,62 @@ def _size(loss: ClassChange) -> tuple[float, int, int]:
     return loss.change, loss.round, loss.label
 
 
-def _largest_losses(groups: Iterable[Group]) -> list[ClassChange]:
-    """The largest losses of all groups, with each pair of class and round once."""
+def _largest_losses(measured: Iterable[MeasuredRun]) -> list[ClassChange]:
+    """The largest losses of runs with the same classes, with each pair of class and round once."""
     losses: list[ClassChange] = []
-    for group in groups:
-        losses += _losses(group.started[0])
+    for group_run in measured:
+        losses += _losses(group_run.run)
     distinct: dict[tuple[int, int], ClassChange] = {}
     for loss in sorted(losses, key=_size):
         distinct.setdefault((loss.round, loss.label), loss)
     return list(distinct.values())[:MAX_CHANGES]
 
 
+def _losses_by_classes(measured: Iterable[MeasuredRun], style: Style) -> list[Block]:
+    """The largest losses, with a selector of their own for each distinct list of classes."""
+    by_classes: dict[tuple[str, ...], list[MeasuredRun]] = {}
+    for group_run in measured:
+        by_classes.setdefault(tuple(group_run.run.classes), []).append(group_run)
+
+    blocks: list[Block] = []
+    for number, comparable in enumerate(by_classes.values()):
+        losses = _largest_losses(comparable)
+        if losses:
+            blocks += _loss_blocks(comparable, style, losses, _selector_name(number))
+    if blocks:
+        blocks.insert(0, Paragraph(f"{ABOUT_LOSSES} {CHANGE_EXPLANATION}"))
+    return blocks
+
+
+def _selector_name(number: int) -> str:
+    """The name of a selector of losses and its charts, unique in the page."""
+    if number == 0:
+        return "falls"
+    return f"falls {number}"
+
+
 def _loss_blocks(
-    groups: Sequence[Group], style: Style, losses: Sequence[ClassChange]
+    measured: Sequence[MeasuredRun], style: Style, losses: Sequence[ClassChange], name: str
 ) -> list[Block]:
-    """A chart with a selector for the largest losses, and a table of all of them."""
+    """Charts with a selector for the largest losses, and a table of all of them.
+
+    The runs have the same classes. name: that of the selector.
+    """
     charts = [
         Chart(
-            [_loss_figure(group.started[0], loss) for loss in losses],
-            f"{group.label}: {CHANGE_EXPLANATION}",
-            group_label(group, style),
-            "falls",
+            [_loss_figure(group_run.run, loss) for loss in losses],
+            f"{group_run.group.label}: {CHANGE_EXPLANATION}",
+            group_run.label(style),
+            name,
             is_explained=True,
         )
-        for group in groups
+        for group_run in measured
     ]
-    names = [_loss_name(groups[0].classes, loss) for loss in losses]
+    options = [_loss_name(measured[0].run.classes, loss) for loss in losses]
     return [
-        Paragraph(f"The largest losses in measured rounds of the first seed. {CHANGE_EXPLANATION}"),
-        Choice("falls", "Show", names),
+        Choice(name, "Show", options),
         Gallery(charts),
-        _loss_table(groups, style, losses),
+        _loss_table(measured, style, losses),
     ]
 
 
@@ -279,20 +325,22 @@ def _attribution(run: Run, loss: ClassChange) -> Attribution | None:
     return attribute(change, round_looks)
 
 
-def _loss_table(groups: Sequence[Group], style: Style, losses: Sequence[ClassChange]) -> Table:
-    has_labels = len(groups) > 1
+def _loss_table(
+    measured: Sequence[MeasuredRun], style: Style, losses: Sequence[ClassChange]
+) -> Table:
+    has_labels = len(measured) > 1
     head = ["moment", "what happened"]
     if has_labels:
         head.insert(1, "")
     rows: list[list[Cell]] = []
     for loss in losses:
-        for group in groups:
-            run = group.started[0]
+        for group_run in measured:
+            run = group_run.run
             attribution = _attribution(run, loss)
             if attribution is not None:
                 row: list[Cell] = [_loss_name(run.classes, loss), sentence_of(run, attribution)]
                 if has_labels:
-                    row.insert(1, group_label(group, style))
+                    row.insert(1, group_run.label(style))
                 rows.append(row)
     return Table(head, rows, "wide")
 
