@@ -11,13 +11,16 @@ from rich.console import Console
 import toys
 from fedstill.cli.run import _show as show
 from fedstill.report.comparison import Comparison
-from fedstill.report.page import page
+from fedstill.report.page import Report, page
+from fedstill.report.rounds import own_measures
+from fedstill.report.summary import own_metrics
 from fedstill.report.table_files import write_tables
 from fedstill.report.terminal import comparison_table
 from fedstill.running.frame import load_runs
 from fedstill.running.journal import read_journal
 from fedstill.running.result import Result
 from fedstill.running.runner import run
+from pages import as_html, figures_in
 
 MEASURE = '''
 from fedstill.core.registry import register
@@ -26,12 +29,12 @@ from fedstill.measures.base import Measure
 
 @register("measure", "mine")
 class Mine(Measure):
-    """A number that the server sees, and one that clients report."""
+    """Numbers that the server sees, one with the name of the run's own, and one of clients."""
 
     gives = ("weight",)
 
     def look(self, seen, context):
-        return {"deep": {"er": 12345.678 * seen.stage.round}, "text": "none"}
+        return {"deep": {"er": 12345.678 * seen.stage.round}, "accuracy": 0.5, "text": "none"}
 
     def at_client(self, seen):
         return {"weight": 0.25}
@@ -124,6 +127,17 @@ def test_the_page_draws_each_by_round(runs: tuple[Path, Sent]) -> None:
     assert 'id="own_measures"' in text
     without = page(Comparison.of(folder / "fedntd").groups)
     assert 'id="own_measures"' not in without
+
+
+def test_a_number_named_as_the_runs_own_is_drawn_for_its_measure_alone(
+    runs: tuple[Path, Sent],
+) -> None:
+    folder, _ = runs
+    compared = Comparison.of(folder).groups
+    section = as_html(own_measures(Report(compared)))
+    drawn = [[trace["name"] for trace in figure["data"]] for figure in figures_in(section)]
+    assert drawn == [["fedavg"]] * len(own_metrics(compared))
+    assert "mine.py/accuracy" in own_metrics(compared)
 
 
 def test_what_is_listed_of_measures_is_in_no_table_of_rounds(runs: tuple[Path, Sent]) -> None:

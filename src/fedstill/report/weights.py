@@ -184,12 +184,12 @@ def _point_trace(points: Sequence[Divergence], last: int, group: Group, style: S
 
 PERSONAL_CHARTS = (
     RoundChart(
-        "personal/local_train_accuracy",
+        "local_train_accuracy",
         "Local train",
         "Local models on the data they were trained on.",
     ),
     RoundChart(
-        "personal/personalised_accuracy",
+        "personalised_accuracy",
         "Personalised",
         "Local models on test examples in their client's class proportions.",
     ),
@@ -207,7 +207,7 @@ def personal(report: Report) -> Section | None:
     """Local train, personalised and server accuracy by round; None if they were not measured."""
     groups = report.groups
     style = report.style
-    if not measured(groups, "personal/local_train_accuracy"):
+    if not measured(groups, "local_train_accuracy"):
         return None
     charts = [chart.drawn(report) for chart in PERSONAL_CHARTS]
     return Section(

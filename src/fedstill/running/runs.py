@@ -19,7 +19,6 @@ from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import flat, read_toml
 from fedstill.core.registry import short_name
 from fedstill.data.client_split import LabelCounts
-from fedstill.metrics.classification import METRICS
 from fedstill.running import journal as journals
 from fedstill.running.directory import folder_of, packs_below, readable
 from fedstill.running.journal import (
@@ -185,16 +184,11 @@ class Run:
     def curve(self, key: str) -> dict[int, float]:
         """A metric by round; round 0 is before training.
 
-        ``key``: a metric, or ``measure/key/key`` for a number of a measure. The value of a round is
-        the mean over its stages. A number that a measure computes from the clients' reports is a
-        field of the event ``round``: the last part of the key.
+        ``key``: a metric, or ``measure/key/key`` for a number that a measure recorded after stages;
+        the value of a round is the mean over its stages. A number that a measure computes from the
+        clients' reports is a metric without the name of the measure.
         """
-        curve = self.numbers.by_round(key)
-        last = key.rpartition("/")[2]
-        # A metric of this name belongs to the run itself, not to a measure.
-        if curve or last in METRICS:
-            return curve
-        return self.numbers.by_round(last)
+        return self.numbers.by_round(key)
 
     @functools.cached_property
     def numbers(self) -> RunNumbers:
