@@ -60,6 +60,10 @@ def browser(tmp_path: Path) -> Iterator[Any]:
 
 def opened(browser: Any, page: Path) -> None:
     browser.get(page.as_uri())
+    wait_until_drawn(browser)
+
+
+def wait_until_drawn(browser: Any) -> None:
     end = time.monotonic() + 60
     while not browser.execute_script("return document.body.dataset.drawn"):
         assert time.monotonic() < end, "the figures were not drawn within a minute"
@@ -162,6 +166,28 @@ def test_a_selector_shows_another_seed(browser: Any, finished: Path, tmp_path: P
     ).select_by_visible_text("seed 7")
     assert browser.execute_script(shown) != mean
     assert [e for e in browser.get_log("browser") if e["level"] in ("SEVERE", "WARNING")] == []
+
+
+def test_a_selector_and_its_figures_agree_after_back(
+    browser: Any, finished: Path, tmp_path: Path
+) -> None:
+    select = pytest.importorskip("selenium.webdriver.support.select")
+    page = write_page([finished], tmp_path / "report.html")
+    other = tmp_path / "other.html"
+    other.write_text("<p>Another page</p>")
+    # As of a browser that restores controls in spite of autocomplete="off".
+    page.write_text(page.read_text().replace('autocomplete="off"', ""))
+    opened(browser, page)
+    shown = "return document.querySelector('[data-name=classes]').data[0].z"
+    control = browser.find_element("css selector", "[data-controls=classes]")
+    select.Select(control).select_by_visible_text("seed 7")
+    of_seed = browser.execute_script(shown)
+    browser.get(other.as_uri())
+    browser.back()
+    wait_until_drawn(browser)
+    control = browser.find_element("css selector", "[data-controls=classes]")
+    assert select.Select(control).first_selected_option.text == "seed 7"
+    assert browser.execute_script(shown) == of_seed
 
 
 def made_up_map() -> MethodMap:

@@ -16,7 +16,7 @@ import toys
 from fedstill import manifest
 from fedstill.core.errors import ConfigError
 from fedstill.data.sources import from_tensors
-from fedstill.report.blocks import Label
+from fedstill.report.blocks import Label, Slider
 from fedstill.report.figures import NUMBER, PERCENT, Line, Style, curves
 from fedstill.report.page import section_parts, write_page
 from fedstill.report.series import Series
@@ -117,6 +117,14 @@ def test_a_list_leads_to_all_sections_and_parses_without_javascript(
     ids = [element["id"] for element in document.find_all(id=True)]
     assert len(ids) == len(set(ids))
     assert nav["aria-label"]
+
+
+def test_browsers_restore_no_selector_or_slider(finished: Path, tmp_path: Path) -> None:
+    document = BeautifulSoup(page_of(finished, tmp_path), "html.parser")
+    slider = BeautifulSoup(as_html(Slider("maps", "Round", ["1", "2"])), "html.parser")
+    controls = [*document.select("[data-controls]"), *slider.select("[data-controls]")]
+    assert {control.name for control in controls} == {"select", "input"}
+    assert {control["autocomplete"] for control in controls} == {"off"}
 
 
 def test_sections_of_packages_follow_the_ones_that_they_name() -> None:

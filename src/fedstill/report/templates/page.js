@@ -5,6 +5,7 @@
   const plots = [...document.querySelectorAll(".chart")].map((box) => ({
     box, variants: JSON.parse(box.querySelector("script").textContent), shown: 0,
   }));
+  const controls = [...document.querySelectorAll("[data-controls]")];
   let printing = false;
 
   async function library() {
@@ -46,6 +47,16 @@
     const { data, layout } = plot.variants[Math.min(plot.shown, plot.variants.length - 1)];
     const theme = themed(layout, width);
     return Plotly.react(plot.box, written(data, theme.font.color), theme, config);
+  }
+
+  // Sets the variant of the figures that a selector or a slider controls, and returns these figures.
+  function choose(control) {
+    if (control.dataset.options) {
+      control.closest("p").querySelector("output").textContent = JSON.parse(control.dataset.options)[control.value];
+    }
+    const controlled = plots.filter((p) => p.box.dataset.name === control.dataset.controls);
+    for (const plot of controlled) plot.shown = Number(control.value);
+    return controlled;
   }
 
   // Saves a figure in the colours of the printed page, in any theme.
@@ -111,16 +122,8 @@
   function listen() {
     follow();
     document.querySelectorAll("table.sortable").forEach(sortable);
-    for (const select of document.querySelectorAll("[data-controls]")) {
-      select.addEventListener(select.type === "range" ? "input" : "change", () => {
-        if (select.dataset.options) {
-          select.closest("p").querySelector("output").textContent = JSON.parse(select.dataset.options)[select.value];
-        }
-        for (const plot of plots.filter((p) => p.box.dataset.name === select.dataset.controls)) {
-          plot.shown = Number(select.value);
-          draw(plot);
-        }
-      });
+    for (const control of controls) {
+      control.addEventListener(control.type === "range" ? "input" : "change", () => choose(control).forEach((p) => draw(p)));
     }
     for (const plot of plots) {
       plot.box.parentElement.querySelector("button").addEventListener("click", () => save(plot));
@@ -136,7 +139,11 @@
     });
   }
 
-  library().then(() => Promise.all(plots.map((p) => draw(p)))).then(() => {
+  library().then(() => {
+    // A browser may restore the values of controls when a reader comes back to the page.
+    controls.forEach(choose);
+    return Promise.all(plots.map((p) => draw(p)));
+  }).then(() => {
     listen();
     document.body.dataset.drawn = String(plots.length);
   }).catch((error) => {
