@@ -15,10 +15,17 @@ from scipy import stats
 
 import toys
 from fedstill.cli import call
+from fedstill.metrics.ranks import paired_difference
 from fedstill.report.page import page
-from fedstill.report.table_files import TextTable, write_tables
+from fedstill.report.summary import Column
+from fedstill.report.table_files import (
+    GroupDifference,
+    TextTable,
+    differences_table,
+    write_tables,
+)
 from fedstill.running.runner import run
-from fedstill.running.runs import groups
+from fedstill.running.runs import Group, groups
 
 SEEDS = (1, 2, 3)
 
@@ -80,6 +87,24 @@ def test_differences_are_those_of_a_paired_test(runs: Path, tmp_path: Path) -> N
         f"| {first.label} − {other.label} | accuracy, last [%] |"
         in (tmp_path / "differences.md").read_text()
     )
+
+
+def test_a_difference_has_the_decimals_of_its_column_and_zero_no_sign() -> None:
+    percent = Column(key="a", title="a", unit="%", scale=100, digits=1, description="")
+    small = Column(key="b", title="b", unit="latest", scale=1, digits=4, description="")
+    group = Group("group", [])
+    cells = {}
+    for column, numbers in ((percent, (-1e-6, 1e-6)), (small, (0.0012, 0.0014))):
+        for value in numbers:
+            by_seed = {seed: value * (1 + seed / 9) for seed in (0, 1)}
+            paired = paired_difference(by_seed, dict.fromkeys(by_seed, 0.0))
+            assert paired is not None
+            difference = GroupDifference(group=group, base=group, column=column, paired=paired)
+            (line,) = differences_table([difference]).lines
+            cells[value] = line[2]
+            assert "-0.00 " not in f"{line[2]} {line[3]} "
+    assert [cells[value] for value in (-1e-6, 1e-6)] == ["0.00", "0.00"]
+    assert cells[0.0012] == "+0.0013"
 
 
 def test_unfinished_runs_are_not_paired(runs: Path, tmp_path: Path) -> None:

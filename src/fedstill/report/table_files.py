@@ -239,23 +239,35 @@ def differences_table(group_differences: Sequence[GroupDifference]) -> TextTable
     for difference in group_differences:
         paired = difference.paired
         column = difference.column
-        scale = column.scale
         interval = NONE
         p_value = NONE
         if paired.pairs > 1:
-            interval = f"{scale * paired.low:+.2f} to {scale * paired.high:+.2f}"
+            interval = f"{_signed(paired.low, column)} to {_signed(paired.high, column)}"
             p_value = f"{paired.p:.3f}"
         lines.append(
             [
                 f"{difference.group.label} − {difference.base.label}",
                 f"{column.title} [{column.unit}]",
-                f"{scale * paired.mean:+.2f}",
+                _signed(paired.mean, column),
                 interval,
                 p_value,
                 str(paired.pairs),
             ]
         )
     return TextTable(["", "number", "difference", "95 % interval", "p", "seeds"], lines)
+
+
+MIN_DECIMALS = 2
+"""The decimals of a difference, unless its column has more."""
+
+
+def _signed(difference: float, column: Column) -> str:
+    """A difference in a column with its sign; without a sign if it is rounded to 0."""
+    digits = max(MIN_DECIMALS, column.digits)
+    text = f"{column.scale * difference:+.{digits}f}"
+    if float(text) == 0:
+        return text[1:]
+    return text
 
 
 def differences_in_all_digits(group_differences: Sequence[GroupDifference]) -> TextTable:
