@@ -6,14 +6,23 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from fedstill.core.files import neutral
-from fedstill.report.series import ByRound, Series, mean_over_seeds, over_seeds
+from fedstill.report.series import (
+    ByRound,
+    Series,
+    common_rounds,
+    mean_over_seeds,
+    over_seeds,
+)
 from fedstill.running.runs import Group, Spread
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
 DASHES = ("solid", "dash", "dot", "dashdot")
+NOT_DOTTED = ("solid", "dash", "dashdot")
+"""The dashes of lines in figures whose dotted lines have a meaning of their own."""
 
 ACCURACY_COLOURS = (
     (0.0, "#440154"),
@@ -109,11 +118,21 @@ class Style:
 
     def colour(self, group: Group) -> str:
         """The colour of a group. Colours repeat after seven groups."""
-        return COLOURS[self._index[id(group)] % len(COLOURS)]
+        return line_colour(self._index[id(group)])
 
     def dash(self, group: Group) -> str:
         """The dash of a group. It changes when colours repeat."""
-        return DASHES[self._index[id(group)] // len(COLOURS) % len(DASHES)]
+        return line_dash(self._index[id(group)])
+
+
+def line_colour(index: int) -> str:
+    """The colour of a line by its index in a figure. Colours repeat after seven lines."""
+    return COLOURS[index % len(COLOURS)]
+
+
+def line_dash(index: int, dashes: Sequence[str] = DASHES) -> str:
+    """The dash of a line by its index in a figure. It changes when colours repeat."""
+    return dashes[index // len(COLOURS) % len(dashes)]
 
 
 # Layouts and axes
@@ -343,8 +362,9 @@ def curves(
     for line in drawn:
         pen = _Pen(line.group, style, axis)
         parts = _parts(line.series, unit)
-        if line.series.has_band:
-            traces.append(pen.band(parts))
+        bands = list(chain.from_iterable(part.bands for part in parts))
+        if bands:
+            traces.append(pen.band(bands))
         if line.series.rounds:
             traces.append(pen.mean(parts))
         last = max([last, *line.series.rounds])
@@ -367,10 +387,14 @@ def curves(
 def over_seconds(
     groups: Sequence[Group], style: Style, clock: Callable[[Group], ByRound], title: str
 ) -> Figure:
-    """Accuracy by the seconds of a clock. Both are means over seeds at the end of each round."""
+    """Accuracy by the seconds of a clock. Both are means over seeds at the end of each round.
+
+    A line ends with the first seed. Otherwise, it would run backwards if the faster seeds continue.
+    """
     traces = []
     for group in groups:
-        accuracy = mean_over_seeds(group, "accuracy")
+        means = mean_over_seeds(group, "accuracy")
+        accuracy = {number: means[number] for number in common_rounds(group, "accuracy")}
         seconds = clock(group)
         if accuracy:
             traces.append(

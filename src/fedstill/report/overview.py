@@ -255,7 +255,7 @@ def _run_line(run: Run, group: Group, note: str) -> list[str]:
 ABOUT_COST = "Seconds depend on the machine and on its other load. Bytes do not."
 ABOUT_TIMES = (
     "The longer a method takes for a round, the further right its points are. Both axes are means "
-    "over seeds after each round."
+    "over seeds after each round that all seeds have."
 )
 ABOUT_PHASES = (
     "Seconds of a run, mean over seeds: training at the clients (full colour), measuring "
@@ -419,8 +419,8 @@ def measure_bars(groups: Sequence[Group], style: Style) -> Figure:
 # Accuracy by seconds of training, and the seconds until a target accuracy
 
 
-STEP = 0.05
-"""Targets are multiples of this accuracy."""
+STEPS = 20
+"""The number of possible targets between an accuracy of 0 and 1: multiples of 5 %."""
 MAX_TARGETS = 5
 
 ABOUT_TARGETS = (
@@ -464,15 +464,15 @@ def _has_times(group: Group) -> bool:
 
 
 def _goals(groups: Sequence[Group]) -> list[float]:
-    """The highest multiples of 5 % that any run reaches."""
+    """The highest targets that any run reaches."""
     best = 0.0
     for group in groups:
         for run in group.started:
             best = max([best, *_accuracies(run)])
-    # a best accuracy of 0.15 is three steps, although the quotient is slightly below 3
-    highest = int(best / STEP + 1e-9)
-    lowest = max(1, highest - MAX_TARGETS + 1)
-    return [STEP * step for step in range(lowest, highest + 1)]
+    # A quotient equals an accuracy of the same value; a product with 0.05 may be slightly larger.
+    possible = [step / STEPS for step in range(1, STEPS + 1)]
+    reached = [goal for goal in possible if goal <= best]
+    return reached[-MAX_TARGETS:]
 
 
 def _accuracies(run: Run) -> list[float]:

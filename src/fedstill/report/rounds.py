@@ -115,18 +115,29 @@ ABOUT_LINES = (
 
 def learning_and_forgetting(report: Report) -> Section | None:
     """Accuracy and forgetting by round; None if neither was measured."""
-    charts: Sequence[RoundChart] = OF_THE_SERVER
+    charts = [*OF_THE_SERVER, OWN_TESTS]
     if any(group.has_personal_models for group in report.groups):
         charts = [*OF_CLIENTS, *OF_THE_SERVER]
-    elif not measured(report.groups, "accuracy"):
-        charts = [OWN_TESTS]  # a server without data
     drawn = [chart.drawn(report) for chart in charts if _is_drawn(chart, report.groups)]
     if not drawn:
         return None
     key = line_key(report.groups, report.style)
-    return Section(
-        "rounds", "Learning and forgetting", [Paragraph(ABOUT_LINES), key, Gallery(drawn)]
-    )
+    about = Paragraph(f"{ABOUT_LINES} {_about_ends(report.groups)}".strip())
+    return Section("rounds", "Learning and forgetting", [about, key, Gallery(drawn)])
+
+
+ABOUT_ENDS = (
+    "Some seeds of a group have fewer rounds than others: later values are means over the "
+    "remaining seeds, and a single seed has no band."
+)
+
+
+def _about_ends(groups: Sequence[Group]) -> str:
+    """A sentence if runs of a group end at different rounds; otherwise empty."""
+    for group in groups:
+        if len({run.numbers.last_round for run in group.started}) > 1:
+            return ABOUT_ENDS
+    return ""
 
 
 def _is_drawn(chart: RoundChart, groups: Sequence[Group]) -> bool:
@@ -157,9 +168,8 @@ def own_measures(report: Report) -> Section | None:
     if not charts:
         return None
     key = line_key(report.groups, report.style)
-    return Section(
-        "own_measures", "Your measures", [Paragraph(ABOUT_OWN), key, Gallery(charts, "small")]
-    )
+    about = Paragraph(f"{ABOUT_OWN} {_about_ends(report.groups)}".strip())
+    return Section("own_measures", "Your measures", [about, key, Gallery(charts, "small")])
 
 
 # Heat maps of accuracy by class and round, in which forgetting is visible
@@ -359,7 +369,8 @@ def metrics_by_round(report: Report) -> Section | None:
     if not charts:
         return None
     key = line_key(report.groups, report.style)
-    return Section("metrics", "Metrics", [Paragraph(ABOUT_METRICS), key, Gallery(charts)])
+    about = Paragraph(f"{ABOUT_METRICS} {_about_ends(report.groups)}".strip())
+    return Section("metrics", "Metrics", [about, key, Gallery(charts)])
 
 
 def _metric_chart(report: Report, metric: Metric, prefix: str) -> Chart:

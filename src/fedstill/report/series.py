@@ -54,9 +54,19 @@ class Series:
         return [Series(self.rounds[start:end], self.values[start:end]) for start, end in ends]
 
     @property
-    def has_band(self) -> bool:
-        """Whether a round has values of more than one run."""
-        return any(value.runs > 1 for value in self.values)
+    def bands(self) -> list[Series]:
+        """The parts of the series whose values are of more than one run, and so have a spread."""
+        parts: list[Series] = []
+        is_continued = False
+        for number, value in zip(self.rounds, self.values, strict=True):
+            has_spread = value.runs > 1
+            if has_spread and not is_continued:
+                parts.append(Series([], []))
+            if has_spread:
+                parts[-1].rounds.append(number)
+                parts[-1].values.append(value)
+            is_continued = has_spread
+        return parts
 
 
 def over_seeds(group: Group, key: str) -> Series:
@@ -86,6 +96,15 @@ def _spreads(values: Values) -> list[Spread]:
 def mean_over_seeds(group: Group, key: str) -> dict[int, float]:
     """The means of a measure by round."""
     return over_seeds(group, key).mean_by_round
+
+
+def common_rounds(group: Group, key: str) -> list[int]:
+    """The rounds in which all runs that record a measure have it."""
+    curves = [run.curve(key) for run in group.started]
+    recorded = [set(curve) for curve in curves if curve]
+    if not recorded:
+        return []
+    return sorted(set.intersection(*recorded))
 
 
 def class_means(runs: Sequence[Run]) -> dict[int, list[float | None]]:
