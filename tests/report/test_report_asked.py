@@ -29,7 +29,7 @@ from fedstill.report.class_regions import boundaries
 from fedstill.report.figures import Style
 from fedstill.report.page import Report
 from fedstill.running import runner
-from fedstill.running.runs import groups
+from fedstill.running.runs import Group, groups
 from pages import as_html, as_json
 
 
@@ -77,6 +77,8 @@ def test_the_page_has_both_sections_and_a_run_without_queries_none(
     others = groups([finished])
     assert asked(Report(others)) is None
     assert noise_probes(Report(others)) is None
+    compared = [*others, Group("qkt <b>", found[0].runs)]
+    assert "qkt &lt;b&gt;, seed" in as_html(noise_probes(Report(compared)))
 
 
 def test_queries_without_a_teacher_are_told(tmp_path: Path, one: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,17 @@ from fedstill.report.figures import Style, lines, over_seconds
 from fedstill.report.page import Report
 from fedstill.report.rounds import ABOUT_ENDS, learning_and_forgetting
 from fedstill.report.series import mean_seconds_elapsed
+from fedstill.report.setting_effects import heterogeneity
+from fedstill.report.tasks import (
+    ABOUT_BOUNDARIES,
+    ABOUT_CURVES,
+    learned_and_kept,
+    matrix_map,
+    over_tasks,
+    task_curves,
+)
 from fedstill.running.runs import Group, Run
-from pages import as_html, figures_in
+from pages import as_html, as_plotly, figures_in
 
 TWO_CLASSES = {"event": "start", "classes": ["a", "b"]}
 
@@ -68,3 +78,80 @@ def test_accuracy_on_own_tests_is_drawn_beside_the_servers() -> None:
     section = as_html(learning_and_forgetting(Report([group])))
     drawn = [trace["y"] for figure in figures_in(section) for trace in figure["data"]]
     assert drawn == [[0.2, 0.4], [0.5, 0.5]]
+
+
+# ---- tasks ---------------------------------------------------------------------------------------
+
+
+def run_of_tasks(
+    rows: Sequence[Sequence[float | None]], first_rounds: Sequence[int] = (1, 2, 3)
+) -> Run:
+    """A run with a task per class and these accuracies at the ends of tasks."""
+    tasks = len(first_rounds)
+    names = [f"class {number}" for number in range(tasks)]
+    stream = {"classes": [[task] for task in range(tasks)], "first_rounds": list(first_rounds)}
+    events: list[dict[str, Any]] = [{"event": "start", "classes": names, "stream": stream}]
+    for task, row in enumerate(rows, 1):
+        by_class = {"class_accuracy": list(row), "accuracy_seen": 0.5}
+        events.append({"event": "round", "round": task, **by_class})
+    for task, row in enumerate(rows, 1):
+        end = {
+            "event": "task",
+            "task": task,
+            "round": task,
+            "row": list(row),
+            "totals": [9] * tasks,
+        }
+        events.append(end)
+    return run_of(events)
+
+
+FINISHED = run_of_tasks([(0.8, None, None), (0.6, 0.5, None), (0.4, 0.5, 0.9)])
+UNFINISHED = run_of_tasks([(0.6, None, None)])
+
+
+def test_an_unfinished_seed_hides_no_task_of_the_others() -> None:
+    group = Group("gone", [FINISHED, UNFINISHED])
+    drawn = as_plotly(matrix_map(group))
+    assert drawn.data[0].x == ("after 1", "after 2", "after 3", "lost")
+    assert list(drawn.data[0].z[0]) == [70.0, 60.0, 40.0, None]
+    assert [note.text for note in drawn.layout.annotations if note.x == 3] == ["40", "0"]
+    assert [trace["x"][-1] for trace in task_curves(group).traces] == [3, 3, 3]
+    section = as_html(over_tasks(Report([group])))
+    assert "(1 of 2)" in section
+    assert "of 2)" not in as_html(over_tasks(Report([Group("gone", [FINISHED] * 2)])))
+
+
+@pytest.mark.parametrize(("other_start", "boundaries"), [(2, [1.5, 2.5]), (3, [])])
+def test_starts_of_tasks_are_drawn_if_all_groups_have_the_same(
+    other_start: int, boundaries: list[float]
+) -> None:
+    other = run_of_tasks([(0.5, None, None)] * 4, (1, other_start, other_start + 1))
+    compared = [Group("first", [FINISHED]), Group("other", [other])]
+    section = as_html(over_tasks(Report(compared)))
+    seen = figures_in(section)[0]
+    assert [line["x0"] for line in seen["layout"].get("shapes", ())] == boundaries
+    elsewhere = section.replace(ABOUT_CURVES, "")
+    assert (ABOUT_BOUNDARIES in elsewhere) == bool(boundaries)
+
+
+def test_points_of_learned_and_kept_have_a_legend_unless_the_section_has_a_key() -> None:
+    for count, has_legend in ((2, True), (5, False)):
+        compared = [Group(f"group {number}", [FINISHED]) for number in range(count)]
+        figure = learned_and_kept(compared, Style(compared))
+        assert figure.layout["showlegend"] == has_legend
+
+
+def test_lines_with_the_same_colour_differ_in_their_dash() -> None:
+    tasks = 10
+    group = Group("many", [run_of_tasks([[0.5] * tasks] * tasks, range(1, tasks + 1))])
+    varied = []
+    for number_of_clients in range(tasks):
+        for alpha in (0.1, 1.0):
+            settings = {"topology.clients": number_of_clients, "partition.alpha": alpha}
+            run = replace(run_by_round([0.2, 0.4]), settings=settings)
+            varied.append(Group(f"{number_of_clients}, {alpha}", [run]))
+    by_setting = figures_in(as_html(heterogeneity(Report(varied))))[-1]["data"]
+    for traces in (task_curves(group).traces, by_setting):
+        pens = {(trace["line"]["color"], trace["line"].get("dash")) for trace in traces}
+        assert len(pens) == tasks

@@ -22,9 +22,8 @@ from fedstill.report.blocks import (
     line_key,
 )
 from fedstill.report.figures import (
-    COLOURS,
     COUNT_COLOURS,
-    DASHES,
+    NOT_DOTTED,
     PERCENT,
     Figure,
     Line,
@@ -35,6 +34,8 @@ from fedstill.report.figures import (
     faint,
     group_name,
     layout,
+    line_colour,
+    line_dash,
     lines,
     new_trace,
     rounded,
@@ -218,7 +219,6 @@ def _label_counts(run: Run, client: int) -> Sequence[int]:
 
 QUERY_HEIGHT = 380
 MOST_CLIENTS = 20
-NOT_DOTTED = [dash for dash in DASHES if dash != "dot"]
 
 STAGE_TITLES = {FIT: "alone", "transfer": "phase 1", "refine": "phase 2"}
 SHADES = ("#999999", "#56B4E9", "#D55E00", "#009E73")
@@ -273,9 +273,11 @@ def _has_scores(run: Run) -> bool:
 
 def noise_probes(report: Report) -> Section | None:
     """Predictions of models on noise, and their clients' labels; None if no model was probed."""
-    run = _first_probed(report.groups)
-    if run is None:
+    groups = [group for group in report.groups if _probed_runs(group)]
+    if not groups:
         return None
+    group = groups[0]
+    run = _probed_runs(group)[0]
     predictions_by_client = {
         probe.client: probe.values
         for probe in run.numbers.client_reports("probe")
@@ -295,7 +297,7 @@ def noise_probes(report: Report) -> Section | None:
     about = (
         "From a model's predictions on Gaussian noise, a peer estimates which classes the model "
         "has learned. Error: mean squared difference between label shares and predictions, over "
-        f"classes. Seed {run.seed}."
+        f"classes. Shown: {group.label}, seed {run.seed}."
     )
     charts = [
         Chart([label_map], "Shares of labels in each client's data.", "Label shares"),
@@ -305,12 +307,8 @@ def noise_probes(report: Report) -> Section | None:
     return Section("probe", "Noise probe and label shares", blocks)
 
 
-def _first_probed(groups: Sequence[Group]) -> Run | None:
-    for group in groups:
-        for run in group.started:
-            if run.numbers.client_reports("probe"):
-                return run
-    return None
+def _probed_runs(group: Group) -> list[Run]:
+    return [run for run in group.started if run.numbers.client_reports("probe")]
 
 
 def _shares(counts: Sequence[int]) -> list[float]:
@@ -530,9 +528,8 @@ def _epoch_lines(run: Run, client: int, alone: float | None, index: int) -> list
         if report.client == client:
             scores += report.values
     accuracy_alone = rounded(alone)
-    colour = COLOURS[index % len(COLOURS)]
-    # Clients with the same colour have different dashes.
-    dash = NOT_DOTTED[index // len(COLOURS) % len(NOT_DOTTED)]
+    colour = line_colour(index)
+    dash = line_dash(index, NOT_DOTTED)
     name = f"client {client}"
     trained = new_trace(
         "scatter",

@@ -16,12 +16,14 @@ from fedstill.core.files import PAGE, replace_file
 from fedstill.metrics.classification import METRICS
 from fedstill.report.blocks import Block, Chart, Gallery, Paragraph, Section, Table
 from fedstill.report.figures import (
-    COLOURS,
+    NOT_DOTTED,
     PERCENT,
     Figure,
     Trace,
     escaped,
     layout,
+    line_colour,
+    line_dash,
     new_trace,
     rounded,
 )
@@ -352,7 +354,7 @@ def _line(setting: VariedSetting, measure: str, index: int) -> Trace:
         y=means,
         error_y={"type": "data", "array": deviations, "thickness": 1.2, "width": 3},
         hovertemplate="%{y:.2%}",
-        line={"color": _colour(index), "width": 2},
+        line={"color": line_colour(index), "width": 2, "dash": line_dash(index, NOT_DOTTED)},
         marker={"size": 7},
     )
 
@@ -372,10 +374,6 @@ def _level(setting: VariedSetting, group: Group, measure: str, index: int) -> li
         hovertemplate="%{y:.2%}",
         x=[min(ends), max(ends)],
         y=[rounded(value.mean)] * 2,
-        line={"color": _colour(index), "width": 1.5, "dash": "dot"},
+        line={"color": line_colour(index), "width": 1.5, "dash": "dot"},
     )
     return [line]
-
-
-def _colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]

@@ -12,9 +12,19 @@ import numpy as np
 
 from fedstill.metrics import tasks as task_metrics
 from fedstill.metrics.accuracy import Values
-from fedstill.report.blocks import Block, Chart, Gallery, Paragraph, Section, group_chart, line_key
+from fedstill.report.blocks import (
+    Block,
+    Chart,
+    Gallery,
+    Paragraph,
+    Section,
+    group_chart,
+    group_label,
+    line_key,
+)
 from fedstill.report.figures import (
-    COLOURS,
+    MAX_IN_LEGEND,
+    NOT_DOTTED,
     PERCENT,
     Figure,
     Style,
@@ -22,6 +32,8 @@ from fedstill.report.figures import (
     group_name,
     heat_map,
     layout,
+    line_colour,
+    line_dash,
     lines,
     measured,
     new_trace,
@@ -29,6 +41,7 @@ from fedstill.report.figures import (
     rounded,
 )
 from fedstill.report.page import Report
+from fedstill.report.series import of_runs
 from fedstill.running.runs import Group, Run
 
 ABOUT = (
@@ -37,22 +50,26 @@ ABOUT = (
 )
 ABOUT_MAPS = (
     "Each row is a task, and each column is the end of a task. Colours show the accuracy at that "
-    "time, averaged over seeds. A frame marks the end of the row's own task. The last column shows "
-    "the drop from the task's best accuracy, which may occur at a different time for each seed."
+    "time, averaged over the seeds that have reached it. A frame marks the end of the row's own "
+    "task. The last column shows the drop from the task's best accuracy, which may occur at a "
+    "different time for each seed."
 )
+ABOUT_BOUNDARIES = "Dotted lines mark the start of a task."
 ABOUT_CURVES = (
     "Accuracy on the classes of each task by round, averaged over seeds. The model chooses among "
-    "all classes, including those of future tasks. Dotted lines mark the start of a task."
+    f"all classes, including those of future tasks. {ABOUT_BOUNDARIES}"
 )
 ABOUT_SEEN = (
-    "Accuracy on test examples of all classes seen so far; the model chooses among these classes. "
-    "Dotted lines mark the start of a task."
+    "Accuracy on test examples of all classes seen so far; the model chooses among these classes."
 )
 ABOUT_PLANE = (
     "Horizontal axis: learned accuracy, the mean of the best accuracies on each task. Vertical "
     "axis: the share of it that was kept to the end. Their product, the final accuracy, is "
-    "constant along a dotted curve. Each point is one seed."
+    "constant along a dotted curve. Each point is one seed, after its last finished task."
 )
+SEEN = "accuracy_seen"
+"""The metric of accuracy on the classes of all tasks so far."""
+
 MAX_NUMBERED_TASKS = 12
 """A matrix with more tasks than this is drawn without numbers."""
 
@@ -69,11 +86,9 @@ def over_tasks(report: Report) -> Section | None:
         return None
     style = report.style
     charts = [Chart([learned_and_kept(groups, style)], ABOUT_PLANE, "Learned and kept")]
-    if measured(groups, "accuracy_seen"):
+    if measured(groups, SEEN):
         charts.insert(0, _seen_classes(groups, style))
-    maps = [
-        group_chart(group, [matrix_map(group)], ABOUT_MAPS, style, "matrix") for group in groups
-    ]
+    maps = [_map_chart(group, style) for group in groups]
     blocks: list[Block | None] = [
         Paragraph(ABOUT),
         line_key(groups, style),
@@ -92,8 +107,12 @@ def over_tasks(report: Report) -> Section | None:
 
 
 def _seen_classes(groups: Sequence[Group], style: Style) -> Chart:
-    figure = lines(groups, style, "accuracy_seen", PERCENT, shapes=task_boundaries(groups[0]))
-    return Chart([figure], ABOUT_SEEN, "Accuracy on the classes seen so far")
+    boundaries = _common_boundaries([group for group in groups if measured([group], SEEN)])
+    about = ABOUT_SEEN
+    if boundaries:
+        about = f"{ABOUT_SEEN} {ABOUT_BOUNDARIES}"
+    figure = lines(groups, style, SEEN, PERCENT, shapes=boundaries)
+    return Chart([figure], about, "Accuracy on the classes seen so far")
 
 
 # The accuracy matrix
@@ -109,18 +128,44 @@ def run_rows(run: Run) -> Values:
     return matrix
 
 
-def matrix_map(group: Group) -> Figure:
-    """A heat map of accuracy by task (rows) and end of a task (columns), averaged over seeds.
+def _map_chart(group: Group, style: Style) -> Chart:
+    """The heat map of a group, with a note if some seeds have finished fewer tasks than others."""
+    farthest = _farthest(_ended(group))
+    note = ""
+    if len(farthest) < len(group.runs):
+        share = f"{len(farthest)} of {len(group.runs)}"
+        tasks = len(run_rows(farthest[0]))
+        note = f"lost: mean over the seeds that have finished task {tasks} ({share})"
+    return Chart(
+        [matrix_map(group)],
+        f"{group.label}: {ABOUT_MAPS} {note}".strip(),
+        group_label(group, style, note),
+        "matrix",
+        is_explained=True,
+    )
 
-    A frame marks the end of each task. The last column shows the forgetting of each task.
+
+def _farthest(runs: Sequence[Run]) -> list[Run]:
+    """The runs with the most finished tasks."""
+    finished_tasks = [len(run_rows(run)) for run in runs]
+    most = max(finished_tasks)
+    return [run for run, tasks in zip(runs, finished_tasks, strict=True) if tasks == most]
+
+
+def matrix_map(group: Group) -> Figure:
+    """A heat map of accuracy by task (rows) and end of a task (columns).
+
+    A cell is the mean over the runs that have finished the task of its column. A frame marks the
+    end of each task. The last column shows the forgetting of each task, as the mean over the runs
+    with the most finished tasks.
     """
-    matrices = [run_rows(run) for run in _ended(group)]
-    ends = min(len(matrix) for matrix in matrices)
-    matrices = [matrix[:ends] for matrix in matrices]
-    mean = np.mean(matrices, axis=0)
-    forgetting_of_runs = [task_metrics.forgetting_by_column(matrix) for matrix in matrices]
+    runs = _ended(group)
+    mean = _mean_matrix([run_rows(run) for run in runs])
+    forgetting_of_runs = [
+        task_metrics.forgetting_by_column(run_rows(run)) for run in _farthest(runs)
+    ]
     forgetting = np.mean(forgetting_of_runs, axis=0)
-    tasks = mean.shape[1]
+    ends, tasks = mean.shape
 
     trace = heat_map(
         [*(f"after {end + 1}" for end in range(ends)), "lost"],
@@ -141,6 +186,22 @@ def matrix_map(group: Group) -> Figure:
         annotations=notes,
     )
     return Figure([trace], axes)
+
+
+def _mean_matrix(matrices: Sequence[Values]) -> Values:
+    """The mean of each cell over the matrices (T, K) that have it; NaN if none has it.
+
+    The matrices may differ in their number of rows.
+    """
+    ends = max(len(matrix) for matrix in matrices)
+    padded = np.full((len(matrices), ends, matrices[0].shape[1]), np.nan)
+    for index, matrix in enumerate(matrices):
+        padded[index, : len(matrix)] = matrix
+
+    counts = np.sum(~np.isnan(padded), axis=0)
+    unknown = np.full(counts.shape, np.nan)
+    mean: Values = np.divide(np.nansum(padded, axis=0), counts, out=unknown, where=counts > 0)
+    return mean
 
 
 def _map_row(accuracies: Values) -> list[float | None]:
@@ -209,7 +270,7 @@ def task_curves(group: Group) -> Figure:
                 name=f"task {task + 1}",
                 x=list(curve),
                 y=[rounded(accuracy) for accuracy in curve.values()],
-                line={"color": COLOURS[task % len(COLOURS)], "width": 2},
+                line={"color": line_colour(task), "width": 2, "dash": line_dash(task, NOT_DOTTED)},
                 hovertemplate="%{y:.1%}",
             )
         )
@@ -222,11 +283,10 @@ def task_curves(group: Group) -> Figure:
 
 
 def _task_curve(runs: Sequence[Run], task: int) -> dict[int, float]:
-    """The mean accuracy on a task by round, for the rounds that all runs have."""
+    """The accuracy on a task by round, as the mean over the runs that have the round."""
     # The classes of a task may differ by run, because the seed may draw their order.
     curves = [_accuracy_on(run, _task_classes(run)[task]) for run in runs]
-    rounds = [number for number in sorted(curves[0]) if all(number in curve for curve in curves)]
-    return {number: float(np.mean([curve[number] for curve in curves])) for number in rounds}
+    return of_runs(curves).mean_by_round
 
 
 def task_boundaries(group: Group) -> list[dict[str, Any]]:
@@ -235,6 +295,14 @@ def task_boundaries(group: Group) -> list[dict[str, Any]]:
     across = [first - 0.5 for first in first_rounds[1:]]
     line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": DOTTED}
     return [{**line, "x0": x, "x1": x} for x in across]
+
+
+def _common_boundaries(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """The boundaries of all groups; empty if their tasks do not start in the same rounds."""
+    boundaries = [task_boundaries(group) for group in groups]
+    if any(of_group != boundaries[0] for of_group in boundaries):
+        return []
+    return boundaries[0]
 
 
 def _ended(group: Group) -> list[Run]:
@@ -290,7 +358,8 @@ def learned_and_kept(groups: Sequence[Group], style: Style) -> Figure:
         hovermode="closest",
         xaxis={**axis, "title": {"text": "learned"}},
         yaxis={**axis, "title": {"text": "kept"}},
-        showlegend=False,
+        # Of more groups, the section has a separate key.
+        showlegend=len(groups) <= MAX_IN_LEGEND,
     )
     return Figure(traces, axes)
 
