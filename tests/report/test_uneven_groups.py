@@ -7,9 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from bs4 import BeautifulSoup
 from run_journals import run_of
 
 from fedstill.report import overview
+from fedstill.report.class_regions import sphere, units
+from fedstill.report.clients import MAX_DRAWN, clients
 from fedstill.report.figures import Style, lines, over_seconds
 from fedstill.report.page import Report
 from fedstill.report.rounds import ABOUT_ENDS, learning_and_forgetting
@@ -155,3 +158,68 @@ def test_lines_with_the_same_colour_differ_in_their_dash() -> None:
     for traces in (task_curves(group).traces, by_setting):
         pens = {(trace["line"]["color"], trace["line"].get("dash")) for trace in traces}
         assert len(pens) == tasks
+
+
+# ---- classes -------------------------------------------------------------------------------------
+
+
+def run_in_network(classes: Sequence[str]) -> Run:
+    """A run that recorded the circle of features and the classes of units after a round."""
+    place = {"event": "measure", "round": 1, "stage": 0, "name": "train", "models": ["received"]}
+    counts = [[[1] * 8 for _ in classes]]
+    measures = [
+        {**place, "measure": "sphere", "counts": counts},
+        {**place, "measure": "units", "classes": [[0, 1]]},
+    ]
+    run = run_of([{"event": "start", "classes": list(classes)}, {"event": "round", "round": 1}])
+    return replace(run, measures=measures)
+
+
+def test_each_list_of_classes_has_its_colour_key() -> None:
+    lists = (["cat", "dog"], ["left", "right", "up"], ["cat", "dog"])
+    compared = [
+        Group(f"group {number}", [run_in_network(names)]) for number, names in enumerate(lists)
+    ]
+    for section in (sphere, units):
+        document = BeautifulSoup(as_html(section(Report(compared))), "html.parser")
+        keys = [key.get_text(" ", strip=True) for key in document.find_all(class_="key")]
+        assert keys == ["cat dog", "left right up"]
+
+
+# ---- clients -------------------------------------------------------------------------------------
+
+
+def group_of_clients(label: str, count: int, names: Sequence[str] = ()) -> Group:
+    """A run with the accuracy of each client on its own test set."""
+    by_client = {str(client): 0.5 for client in range(count)}
+    run = run_by_round([0.2], own_test_by_client=by_client)
+    if names:
+        run = replace(run, start={**run.start, "client_names": list(names)})
+    return Group(label, [run])
+
+
+def first_column(groups: Sequence[Group]) -> list[str]:
+    document = BeautifulSoup(as_html(clients(Report(groups))), "html.parser")
+    return [head.text for head in document.select("tbody th")]
+
+
+def test_clients_have_names_if_all_runs_name_them_alike() -> None:
+    names = ["bern", "chur"]
+    assert first_column([group_of_clients("a", 2, names)] * 2) == names
+    assert first_column([group_of_clients("a", 2, names), group_of_clients("b", 2)]) == ["0", "1"]
+    swapped = group_of_clients("b", 2, names[::-1])
+    assert first_column([group_of_clients("a", 2, names), swapped]) == ["0", "1"]
+
+
+def test_a_group_with_many_clients_is_named_and_hides_no_other() -> None:
+    few = group_of_clients("few", 3)
+    many = group_of_clients("many", MAX_DRAWN + 1)
+    section = as_html(clients(Report([many, few])))
+    document = BeautifulSoup(section, "html.parser")
+    assert len(document.select("tbody tr")) == 3
+    assert "load_runs" in section
+    assert "own_test_by_client" in section
+    alone = as_html(clients(Report([many])))
+    assert "load_runs" in alone
+    assert "<table" not in alone
+    assert "load_runs" not in as_html(clients(Report([few])))

@@ -5,7 +5,7 @@ hidden layer, and between decision boundaries.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fedstill.methods.fit import FIT
@@ -105,12 +105,21 @@ def sphere(report: Report) -> Section | None:
     ]
     if not measured:
         return None
-    charts = [
-        _chart(measurement, _circles(measurement), ABOUT_CIRCLES, report.style)
-        for measurement in measured
-    ]
-    blocks = [Paragraph(ABOUT_CIRCLES), class_key(measured[0].group), *charts]
+    blocks: list[Block] = [Paragraph(ABOUT_CIRCLES)]
+    for comparable in _by_classes(measured):
+        blocks.append(class_key(comparable[0].group))
+        for measurement in comparable:
+            circles = _circles(measurement)
+            blocks.append(_chart(measurement, circles, ABOUT_CIRCLES, report.style))
     return Section("sphere", "Classes on the circle", blocks)
+
+
+def _by_classes(measured: Iterable[Measurement]) -> list[list[Measurement]]:
+    """The measurements of groups with the same classes, which share a colour key."""
+    by_classes: dict[tuple[str, ...], list[Measurement]] = {}
+    for measurement in measured:
+        by_classes.setdefault(tuple(measurement.group.classes), []).append(measurement)
+    return list(by_classes.values())
 
 
 def _chart(measurement: Measurement, figure: Figure, about: str, style: Style) -> Chart:
@@ -231,11 +240,13 @@ def units(report: Report) -> Section | None:
     ]
     if not measured:
         return None
-    charts = [
-        _chart(measurement, _units(measurement), ABOUT_UNITS, report.style)
-        for measurement in measured
-    ]
-    blocks = [Paragraph(ABOUT_UNITS), class_key(measured[0].group), Gallery(charts)]
+    blocks: list[Block] = [Paragraph(ABOUT_UNITS)]
+    for comparable in _by_classes(measured):
+        charts = [
+            _chart(measurement, _units(measurement), ABOUT_UNITS, report.style)
+            for measurement in comparable
+        ]
+        blocks += [class_key(comparable[0].group), Gallery(charts)]
     return Section("units", "Class of each unit", blocks)
 
 

@@ -21,14 +21,14 @@ from fedstill.report.blocks import (
 )
 from fedstill.report.data_split import MAX_NAMES
 from fedstill.report.figures import (
-    COLOURS,
-    DASHES,
     PERCENT,
     Figure,
     Style,
     escaped,
     group_name,
     layout,
+    line_colour,
+    line_dash,
     new_trace,
     rounded,
     short_name,
@@ -100,13 +100,46 @@ ABOUT_COURSES = (
 
 def clients(report: Report) -> Section | None:
     """Accuracy by client and architecture; None if no run measured it."""
-    compared = ComparedClients(report.groups)
-    if not 0 < len(compared.names) <= MAX_DRAWN:
+    by_group = [last_accuracies(group) for group in report.groups if group.started]
+    selection = _selection([accuracies for accuracies in by_group if accuracies.clients])
+    blocks: list[Block] = []
+    if selection.drawn:
+        blocks += _drawn_clients(ComparedClients(selection.drawn), report.style)
+    if selection.omitted:
+        blocks.append(Paragraph(_about_omitted(selection.omitted)))
+    if not blocks:
         return None
+    return Section("clients", "Client by client", blocks)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The groups whose clients are drawn, and those that have too many clients for it."""
+
+    drawn: Sequence[ClientAccuracies]
+    omitted: Sequence[ClientAccuracies]
+
+
+def _selection(by_group: Iterable[ClientAccuracies]) -> Selection:
+    """The first groups that have at most ``MAX_DRAWN`` clients together, and all others."""
+    drawn = []
+    omitted = []
+    drawn_clients: set[int] = set()
+    for accuracies in by_group:
+        with_group = drawn_clients.union(accuracies.clients)
+        if len(with_group) > MAX_DRAWN:
+            omitted.append(accuracies)
+        else:
+            drawn.append(accuracies)
+            drawn_clients = with_group
+    return Selection(drawn, omitted)
+
+
+def _drawn_clients(compared: ComparedClients, style: Style) -> list[Block]:
     blocks: list[Block] = [
         Paragraph(_about(compared)),
         _table(compared),
-        Gallery(_bar_charts(compared, report.style), "small"),
+        Gallery(_bar_charts(compared, style), "small"),
     ]
     traffic = _traffic(compared.groups)
     if traffic:
@@ -114,7 +147,21 @@ def clients(report: Report) -> Section | None:
     courses = _course_charts(compared)
     if courses:
         blocks.append(Folded("Round by round", [Gallery(courses)]))
-    return Section("clients", "Client by client", blocks)
+    return blocks
+
+
+def _about_omitted(omitted: Sequence[ClientAccuracies]) -> str:
+    """A paragraph that says where the numbers of groups are whose clients are not drawn."""
+    labels = "; ".join(accuracies.group.label for accuracies in omitted)
+    measured = [
+        measure.key
+        for measure in MEASURES
+        if any(accuracies.by_measure[measure].accuracy for accuracies in omitted)
+    ]
+    return (
+        f"This section has space for {MAX_DRAWN} clients. It leaves out {labels}. "
+        f"fedstill.load_runs returns the accuracies of all clients: {', '.join(measured)}."
+    )
 
 
 ABOUT_OWN_MODELS = "Each client has its own model."
@@ -197,15 +244,14 @@ def _means(values_of_runs: Sequence[Mapping[int, float]]) -> dict[int, float]:
 
 
 class ComparedClients:
-    """The clients of all groups that measured any of their accuracies.
+    """The clients of groups that measured any of their accuracies.
 
     measures: those that any group has in its last round. names: by client, its name in the data, or
-    its number if it has no name.
+    its number if it has no name or if the runs do not name their clients alike.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
-        by_group = [last_accuracies(group) for group in groups if group.started]
-        self.accuracies = [accuracies for accuracies in by_group if accuracies.clients]
+    def __init__(self, accuracies: Sequence[ClientAccuracies]) -> None:
+        self.accuracies = accuracies
         self.groups = [accuracies.group for accuracies in self.accuracies]
         self.measures = [measure for measure in MEASURES if self._has(measure)]
         self.names = self._names()
@@ -225,12 +271,15 @@ class ComparedClients:
 
 
 def _client_names(groups: Iterable[Group]) -> Sequence[str]:
-    """The names of the clients in the first run that has names; empty if no run has."""
-    for group in groups:
-        for run in group.started:
-            if run.client_names:
-                return run.client_names
-    return ()
+    """The names of the clients in the data; empty if not all runs have the same names.
+
+    Runs with other splits have other clients of the same number.
+    """
+    names_of_runs = [run.client_names for group in groups for run in group.started]
+    first = names_of_runs[0]
+    if any(names != first for names in names_of_runs):
+        return ()
+    return first
 
 
 def _network(groups: Iterable[Group], client: int) -> str:
@@ -399,14 +448,13 @@ def _course(accuracies: ClientAccuracies, rounds: Sequence[LearningRound]) -> Fi
         for learning_round in rounds:
             y.append(rounded(learning_round.accuracy_before.get(client)))
             y.append(rounded(learning_round.accuracy.get(client)))
-        dash = DASHES[index // len(COLOURS) % len(DASHES)]
         trace = new_trace(
             "scatter",
             mode="lines+markers",
             name=escaped(f"client {client}, {_network([accuracies.group], client)}"),
             x=x,
             y=y,
-            line={"color": COLOURS[index % len(COLOURS)], "width": 2, "dash": dash},
+            line={"color": line_colour(index), "width": 2, "dash": line_dash(index)},
         )
         traces.append(trace)
     round_axis = {
