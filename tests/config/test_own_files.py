@@ -15,12 +15,13 @@ from fedstill.config.experiment import load
 from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, CorruptFile, UntrustedCode
+from fedstill.running.compare import variants
 from fedstill.running.directory import settings_of
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.result import Result
 from fedstill.running.runner import resume, run
-from fedstill.running.same_run import check_same
+from fedstill.running.same_run import check_same, code_digests
 
 METHOD = """
 from dataclasses import dataclass
@@ -432,3 +433,100 @@ def test_a_run_knows_the_modules_beside_its_files(folder: Path, tmp_path: Path) 
     before = {path: sha for path, sha in start["sources"].items() if not path.endswith("parts.py")}
     # earlier versions noted the named files only
     check_same(settings_of(tmp_path / "run"), {"sources": before}, {})
+
+
+DATA = """
+import torch
+import fedstill
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(60, 4, generator=generator)
+    return fedstill.from_tensors("rows", train=(values, torch.arange(60) % 3))
+"""
+COLON_CONFIG = """
+rounds = 1
+threads = 1
+method = "halfway3.py:Halfway"
+data = "rows.py:data"
+model = "mlp"
+partition = {kind = "iid"}
+topology = {clients = 2}
+plan = {epochs = 1}
+"""
+
+
+@pytest.fixture
+def colon_folder(tmp_path: Path) -> Path:
+    """A folder with a colon in its name, as a time of day has."""
+    place = tmp_path / "run_10:30"
+    place.mkdir()
+    (place / "halfway3.py").write_text(METHOD.replace('"halfway"', '"halfway3"'))
+    (place / "rows.py").write_text(DATA)
+    (place / "run.toml").write_text(COLON_CONFIG)
+    rows = "".join(f"{row % 7},{row % 5},{'ab'[row % 2]}\n" for row in range(60))
+    (place / "rows.csv").write_text("age,dose,label\n" + rows)
+    return place
+
+
+@pytest.mark.parametrize("data", ["rows.py:data", "rows.csv", "./rows.csv"])
+def test_files_in_a_folder_with_a_colon_are_used(data: str, colon_folder: Path) -> None:
+    override = (f"data.name={data}", f"data.public_from={data}")
+    settings = resolve(load(colon_folder / "run.toml", override))
+    file, _, function = data.removeprefix("./").partition(":")
+    assert settings.data.name == settings.data.public_from
+    assert settings.data.name.removesuffix(f":{function}") == str(colon_folder / file)
+    assert settings.named.method.label == "halfway3.py:Halfway"
+    result = run(load(colon_folder / "run.toml", override[:1]), colon_folder / "run")
+    assert resume(colon_folder / "run").accuracy == result.accuracy
+    code = [name for name in ("halfway3.py", file) if name.endswith(".py")]
+    assert list(code_digests(settings)) == [str(colon_folder / name) for name in code]
+
+
+def test_the_default_network_fits_a_table_in_a_folder_with_a_colon(colon_folder: Path) -> None:
+    path = colon_folder / "run.toml"
+    path.write_text(COLON_CONFIG.replace('model = "mlp"\n', "").replace("rows.py:data", "rows.csv"))
+    assert resolve(load(path)).named.model.name == "mlp"
+
+
+def test_a_comparison_names_its_folders_after_the_file(colon_folder: Path, tmp_path: Path) -> None:
+    (run_,) = variants(load(colon_folder / "run.toml"), tmp_path / "out")
+    assert run_.folder == tmp_path / "out" / "halfway3" / "seed0"
+
+
+@pytest.mark.parametrize(
+    "override", ["method=run_10:30/halfway3.py:Halfway", "data=run_10:30/rows.csv"]
+)
+def test_a_typed_path_with_a_colon_is_found_in_the_working_directory(
+    override: str, folder: Path, colon_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(colon_folder.parent)
+    settings = resolve(load(folder / "run.toml", ("model=mlp", override)))
+    _, _, value = override.partition("=")
+    assert str(colon_folder.parent / value) in (settings.data.name, settings.named.method.name)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("model=wrapped", "model.of=lib.pytorch_nets:Net", "model.head=layers"),
+        ("model=wrapped", "model.of=lib.pytorch_nets:Net", "model.head=x.pyz"),
+        ("model=wrapped", "model.of=lib.pytorch_nets:Net", "model.head=gone.py"),
+        ("data.public_from=proj.python/pictures",),
+        ("model=logistic", "data.features_of={name=cnn,file=proj.py}"),
+    ],
+)
+def test_texts_that_look_like_python_files_are_no_code(
+    overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "lib"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "pytorch_nets.py").write_text(
+        "from torch import nn\n\nclass Net(nn.Module):\n    ...\n"
+    )
+    (tmp_path / "proj.python" / "pictures").mkdir(parents=True)
+    (tmp_path / "proj.py").write_text("a model file with an odd name")
+    (tmp_path / "run.toml").write_text("rounds = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert code_digests(resolve(load(tmp_path / "run.toml", overrides))) == {}

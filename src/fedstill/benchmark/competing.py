@@ -47,6 +47,7 @@ from fedstill.core.errors import ConfigError, CorruptFile, DataError, FedstillEr
 from fedstill.core.files import parse_toml, read_file, read_toml
 from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Stage
+from fedstill.core.user_modules import split_name
 from fedstill.running.compare import Variant
 from fedstill.running.explain import local_steps
 from fedstill.running.journal import CONFIG, JOURNAL, Event, read_journal, without_times
@@ -343,8 +344,8 @@ def _comparable_journal(variant: Variant) -> list[Event]:
 
 def _check_rehearsed_settings(suite: Suite, row: str, variant: Variant) -> None:
     """Raise FedstillError for a run whose settings the check of its entry would refuse."""
-    file, _, _ = str(suite.method_of(row)["name"]).partition(":")
-    if not file.endswith(".py"):
+    method = split_name(str(suite.method_of(row)["name"]))
+    if not method.is_file:
         return
     rows = {name: table for name, table in suite.recipe.rows.items() if name != row}
     without_row = replace(suite, recipe=replace(suite.recipe, rows=rows), choices_from=None)
@@ -352,7 +353,7 @@ def _check_rehearsed_settings(suite: Suite, row: str, variant: Variant) -> None:
     stand_in = _rehearsal(stand_in_suite, row, {"rounds": variant.settings.rounds}, Path())
     config = with_relative_paths(read_file(variant.folder / CONFIG).decode())
     try:
-        check_settings_of_new_method(config, stand_in, Path(file).name, {})
+        check_settings_of_new_method(config, stand_in, Path(method.path).name, {})
     except CorruptFile as error:
         raise FedstillError(
             f"{row} changes settings that are the same for all methods of {suite.name}: {error}"

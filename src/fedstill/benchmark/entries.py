@@ -48,7 +48,7 @@ from fedstill.core.files import (
     write_whole,
 )
 from fedstill.core.registry import names as registered_names
-from fedstill.core.user_modules import code_named_by, trust_code_of, trust_content
+from fedstill.core.user_modules import code_named_by, split_name, trust_code_of, trust_content
 from fedstill.running.compare import Variant
 from fedstill.running.directory import packs_below, readable
 from fedstill.running.journal import CONFIG, CONFIG_SHA256, JOURNAL, SUMMARY, Event, without_times
@@ -538,7 +538,7 @@ def check_settings_of_new_method(
     found = flat(tomllib.loads(config))
     method_fields = {key: fields[key] for key in fields if key.startswith("method.")}
     method_fields["method.name"] = method_file
-    found["method.name"] = Path(found["method.name"].partition(":")[0]).name
+    found["method.name"] = Path(split_name(found["method.name"]).path).name
     found = {
         key: value
         for key, value in found.items()

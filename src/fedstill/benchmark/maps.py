@@ -30,6 +30,7 @@ from fedstill.core.errors import ConfigError, CorruptFile, UnknownName
 from fedstill.core.files import make_folder, write_whole
 from fedstill.core.label_counts import distance, proportions
 from fedstill.core.records import SERVER, Stage
+from fedstill.core.user_modules import split_name
 from fedstill.report.table_files import TextTable
 from fedstill.running.compare import Variant
 from fedstill.running.explain import local_steps
@@ -209,7 +210,7 @@ def row_to_map(suite: Suite, name: str) -> SuiteRow:
 
     ``name``: of a row or a registered method, or a method's file. Raises UnknownName.
     """
-    is_file = name.partition(":")[0].endswith(".py")
+    is_file = split_name(name).is_file
     try:
         return SuiteRow(suite, suite.find_row(name))
     except UnknownName:

@@ -16,6 +16,7 @@ from fedstill.core import registry
 from fedstill.core.errors import on_one_line
 from fedstill.core.fields import nfc, value_text
 from fedstill.core.files import check_windows_path
+from fedstill.core.user_modules import split_name
 from fedstill.data.dataset import DEFAULT_TEXT_LENGTH, PLURALS, DatasetInfo, Kind, ReadingOptions
 from fedstill.data.encoding import TableInputs, category_name
 from fedstill.data.sources.folders import likely_kind, local_folder
@@ -57,10 +58,10 @@ def resolved_data_name(name: str, base: Path | None, key: str, folder: str = "")
     if name in registry.names("dataset"):
         return name
     check_windows_path(name, key)
-    path, colon, attribute = name.partition(":")
-    absolute = absolute_path(path, base, key)
-    if _is_path(path, absolute, folder):
-        return f"{absolute}{colon}{attribute}"
+    parsed = split_name(name)
+    absolute = absolute_path(parsed.path, base, key)
+    if _is_path(parsed.path, absolute, folder):
+        return f"{absolute}{parsed.suffix}"
     return name
 
 

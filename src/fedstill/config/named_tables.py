@@ -30,6 +30,7 @@ from fedstill.core.errors import ConfigError, UnknownName, on_one_line
 from fedstill.core.fields import Seed, value_text
 from fedstill.core.files import named_path
 from fedstill.core.registry import short_name
+from fedstill.core.user_modules import split_name
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,11 @@ def resolved_name(kind: str, name: str, base: Path | None) -> str:
     Raises UnknownName if there is no such object, and ConfigError for a file that cannot be used.
     """
     registry.lookup(kind, name, base)
-    path, colon, attribute = name.partition(":")
-    if name.startswith(registry.LIVE) or not path.endswith(".py"):
+    parsed = split_name(name)
+    if name.startswith(registry.LIVE) or not parsed.is_file:
         return name
-    file = (base or Path.cwd()) / named_path(path)
-    return f"{file.resolve()}{colon}{attribute}"
+    file = (base or Path.cwd()) / named_path(parsed.path)
+    return f"{file.resolve()}{parsed.suffix}"
 
 
 def with_resolved_code(fields: Mapping[str, Any], base: Path | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from fedstill.config.validation import keys_of, parsed_value, split_at_commas
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import value_text
 from fedstill.core.files import flat, named_path, parse_toml
+from fedstill.core.user_modules import ParsedName, split_name
 
 # Origins.
 
@@ -221,19 +222,21 @@ def with_working_directory_paths(value: Any, base: Path | None, is_path: bool = 
     if base is None or not isinstance(value, str):
         return value
 
-    path, colon, attribute = value.partition(":")
-    looks_like_path = is_path or "/" in path or "." in path
-    if not looks_like_path or len(path) > LONGEST_PATH:
+    parsed = split_name(value)
+    if is_path:
+        parsed = ParsedName(value)
+    looks_like_path = is_path or "/" in parsed.path or "." in parsed.path
+    if not looks_like_path or len(parsed.path) > LONGEST_PATH:
         return value
     try:
-        file = named_path(path)
+        file = named_path(parsed.path)
         is_in_base = (base / file).exists()
         is_in_working_directory = file.exists()
     except (ConfigError, OSError, ValueError):  # no file can have this name
         return value
     if is_in_base or not is_in_working_directory:
         return value
-    return type(value)(f"{file.resolve()}{colon}{attribute}")
+    return type(value)(f"{file.resolve()}{parsed.suffix}")
 
 
 # Dotted keys.

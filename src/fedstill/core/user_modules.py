@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import logging
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -94,12 +95,8 @@ def module_of_file(path: Path) -> ModuleType:
         raise
 
 
-def module_of_name(name: str, kind: str) -> ModuleType:
-    """The installed module of ``"package.module:Name"``. Raises ConfigError if it cannot be
-    imported, and for a Windows path, which has a colon, too.
-    """
-    check_windows_path(name, kind)
-    module, _, _ = name.partition(":")
+def module_of_name(module: str) -> ModuleType:
+    """The installed module of this name. Raises ConfigError if it cannot be imported."""
     _check_trusted(module, _identity_of_installed(module))
     return imported(module, lambda: importlib.import_module(module))
 
@@ -385,14 +382,59 @@ def _note_trusted(digests: Iterable[str]) -> None:
 # ---- the class or function that a name means -----------------------------------------------------
 
 
+@dataclass(frozen=True)
+class ParsedName:
+    """A name in two parts: what stands before the colon, and the attribute behind it."""
+
+    path: str
+    """A path, the name of a module, or a registered name."""
+    suffix: str = ""
+    """The colon and the attribute: ``:Name``; empty without one."""
+
+    @property
+    def attribute(self) -> str:
+        """The name of a class or function; empty if the name has none."""
+        return self.suffix.removeprefix(":")
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the name is that of a file of code."""
+        return self.path.endswith(".py")
+
+    @property
+    def is_code(self) -> bool:
+        """Whether the name is that of a file of code, or an import path."""
+        return self.is_file or bool(self.attribute)
+
+
+def split_name(name: str) -> ParsedName:
+    """The parts of a name. A folder may have a colon in its name: only the one behind a Python
+    file, or in an import path, separates an attribute.
+
+    >>> split_name("/runs/10:30/mine.py:Net"), split_name("/runs/10:30/my.csv")
+    (ParsedName(path='/runs/10:30/mine.py', suffix=':Net'), ParsedName(path='/runs/10:30/my.csv', \
+suffix=''))
+    >>> split_name("mylab.nets:Net")
+    ParsedName(path='mylab.nets', suffix=':Net')
+    """
+    file_and_attribute = re.fullmatch(r"(.*?\.py)(:[^/]*)", name, re.DOTALL)
+    if file_and_attribute:
+        return ParsedName(*file_and_attribute.groups())
+    if "/" in name or name.endswith(".py"):
+        return ParsedName(name)
+    module, colon, attribute = name.partition(":")
+    return ParsedName(module, f"{colon}{attribute}")
+
+
 def module_of(kind: str, name: str, base: Path) -> ModuleType:
     """The module of ``"mine.py"`` or ``"mine.py:Name"``, relative to ``base``, or of
     ``"package.module:Name"``.
     """
-    path, _, _ = name.partition(":")
-    if path.endswith(".py"):
-        return module_of_file(base / path)
-    return module_of_name(name, kind)
+    check_windows_path(name, kind)  # it has a colon, too
+    parsed = split_name(name)
+    if parsed.is_file:
+        return module_of_file(base / parsed.path)
+    return module_of_name(parsed.path)
 
 
 def chosen_target(
@@ -404,15 +446,16 @@ def chosen_target(
     Raises UnknownName for an unknown attribute, and ConfigError if the module registers several of
     the kind, or none.
     """
-    path, _, attribute = name.partition(":")
-    if not attribute:
+    parsed = split_name(name)
+    file = Path(parsed.path).name
+    if not parsed.attribute:
         if len(registered) == 1:
             return registered[0]
-        raise ConfigError(_ambiguity(kind, Path(path).name, module, registered))
-    target = getattr(module, attribute, None)
+        raise ConfigError(_ambiguity(kind, file, module, registered))
+    target = getattr(module, parsed.attribute, None)
     if not callable(target):
         defined = [n for n, value in vars(module).items() if _is_defined_in(value, module)]
-        raise UnknownName(kind, attribute, defined, place=Path(path).name)
+        raise UnknownName(kind, parsed.attribute, defined, place=file)
     return target  # type: ignore[no-any-return]
 
 

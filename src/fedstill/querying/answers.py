@@ -23,6 +23,7 @@ from fedstill.core.method import Method
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import Examples, ModelSpec, Payload, Stage, State, Tensors, many
 from fedstill.core.rounds import run_round
+from fedstill.core.user_modules import split_name
 from fedstill.data.dataset import Dataset, DatasetInfo
 from fedstill.data.sources import load_dataset
 from fedstill.data.views import Division, SiteViews
@@ -130,7 +131,7 @@ def read_new_data(prepared: Prepared, new_data: Dataset | str | Path) -> Dataset
     if isinstance(new_data, Dataset):
         return new_data
     name = str(new_data)
-    if name.endswith(".py") or ":" in name:
+    if split_name(name).is_code:
         # A user's function has no reading options.
         return load_dataset(name)
     data = prepared.settings.data

@@ -33,6 +33,7 @@ from fedstill.config.validation import keys_of
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, Interrupted, RunExists
 from fedstill.core.files import digest, open_to_read
+from fedstill.core.user_modules import split_name
 from fedstill.data.dataset import Dataset, examples_digest
 from fedstill.engines.devices import VISIBLE_CARDS, check_machine
 from fedstill.engines.hardware import WORKERS, cores
@@ -193,7 +194,8 @@ def _variant(experiment: Experiment, setting: Mapping[str, Any], out: Path) -> V
     settings = resolve(experiment, check_device=False)
     values = [f"{k}={v}" for k, v in setting.items()]
     label = " ".join([settings.named.method.label, *values])
-    folder = _folder(out, [Path(settings.named.method.name.partition(":")[0]).stem, *values])
+    method = Path(split_name(settings.named.method.name).path).stem
+    folder = _folder(out, [method, *values])
     return Variant(label, experiment, settings, _of_seed(folder, settings))
 
 

@@ -35,7 +35,7 @@ from fedstill.core.files import digest, flat, open_to_read, read_file
 from fedstill.core.records import State
 from fedstill.core.registry import LIVE
 from fedstill.core.reports import json_value
-from fedstill.core.user_modules import files_of
+from fedstill.core.user_modules import files_of, split_name
 from fedstill.data.sources.catalog import KNOWN
 from fedstill.engines.devices import card_named, is_cuda
 from fedstill.running.client_data import NOISE, TRAIN
@@ -108,9 +108,14 @@ def code_digests(settings: Settings, *, modules: bool = True) -> dict[str, str]:
     named = settings.named
     names = [named.method.name, named.model.name, named.partition.name, named.topology.name]
     names += [settings.data.public_from, *settings.measure]
-    for part in (settings.clients_table.models, named.model.values, settings.data.features_of):
+    # A field of a network can name another network, and so can a table of a client's network.
+    backbone = dict(settings.data.features_of or {})
+    backbone.pop("file", None)  # the directory of a run, or a model file
+    for part in (settings.clients_table.models, named.model.values, backbone):
         names += texts_in(part)
-    paths = {Path(name.partition(":")[0]) for name in names if ".py" in name}
+    code_names = [name for name in map(split_name, names) if name.is_file]
+    # A text can look like a file: a note, or a name that needs no file here.
+    paths = {Path(name.path) for name in code_names if Path(name.path).is_file()}
     if modules:
         paths = {path for file in paths for path in files_of(file)}
     digests = {str(path): digest(read_file(path)) for path in sorted(paths, key=str)}

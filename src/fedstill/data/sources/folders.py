@@ -14,6 +14,7 @@ from fedstill.core import registry
 from fedstill.core.errors import DataError
 from fedstill.core.fields import nfc
 from fedstill.core.files import named_path
+from fedstill.core.user_modules import split_name
 from fedstill.data.dataset import FILE, Decoded, Kind, ReadingOptions, ReadRequest
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
 from fedstill.data.sources.files import (
@@ -273,7 +274,7 @@ def likely_kind(name: str, folder: str, label_column: str, options: Mapping[str,
     """
     if "kind" in options:
         return options["kind"]  # type: ignore[no-any-return]
-    if name in registry.names("dataset") or ":" in name:
+    if name in registry.names("dataset") or split_name(name).is_code:
         return "image"
     entry = KNOWN_FOLDERS.get(name)
     if entry is not None and entry.options.kind != "auto":

@@ -31,6 +31,7 @@ from fedstill.core.files import named_path
 from fedstill.core.process_settings import process_settings
 from fedstill.core.registry import Entry, lookup, register, short_name
 from fedstill.core.user_code import reason
+from fedstill.core.user_modules import split_name
 from fedstill.data.dataset import (
     CONFIG_KEYS,
     DEFAULT_OPTIONS,
@@ -130,8 +131,7 @@ def _loaded(
         raise ConfigError(
             f"the name of a data set must be a string or a path, not {kind_text(name)}"
         )
-    path, _, attribute = name.partition(":")
-    if path.endswith(".py") or attribute:
+    if split_name(name).is_code:
         # Errors in the user's function are not replaced by an error about the file.
         return _from_function(name, folder, base, fields)
     with file_errors(name):
