@@ -60,7 +60,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "--space plan.lr=1..2 --space seed=1,2",
         ),
         ("run small.toml plan.lr=1", "-s plan.lr=1"),
-        ("run small.toml -s data.mean=[a,b]", "['a', 'b']"),
+        ("run small.toml -s data.mean=[a,b]", "'a': input should be a valid number"),
         ("run", "fedstill run my.toml"),
         ("resume -q", "fedstill resume runs/"),
         ("run small.toml --seed 3", "-s seed=3"),

@@ -13,6 +13,7 @@ from fedstill.config.experiment import Experiment, from_tree, load
 from fedstill.config.overrides import parse_overrides
 from fedstill.config.resolve import resolve
 from fedstill.config.settings import Settings, as_toml
+from fedstill.config.validation import WrongConfig
 from fedstill.core.errors import ConfigError
 from fedstill.methods.fedntd import FedNTD
 from fedstill.running import explain
@@ -250,3 +251,58 @@ def test_a_federation_is_not_ignored_in_silence() -> None:
         with pytest.raises(ConfigError, match=r"flower\.federation has no effect"):
             resolve(toys.toy("fedavg", engine=engine, **federation))
     assert resolve(toys.toy("fedavg", engine="flower", **federation)).is_deployed
+
+
+NAMED_FIELDS = """
+[method]
+name = "fedntd"
+beta = 0.5
+aggregation = "examples"
+[plan]
+lr = 0.2
+[plan.train]
+epochs = 3
+[data]
+name = "digits"
+train_size = 90
+test_size = 60
+"""
+
+
+def in_file(text: str, folder: Path, *overrides: str) -> Experiment:
+    path = folder / "my.toml"
+    path.write_text(text)
+    return load(path, overrides)
+
+
+@pytest.mark.parametrize("name", ["method", "method.name"])
+def test_fields_that_another_name_removes_have_no_origin(name: str, tmp_path: Path) -> None:
+    settings = resolve(in_file(NAMED_FIELDS, tmp_path, f"{name}=fedavg", "method.suspected=0.1"))
+    origins = {value.key: value.origin for value in explain.resolved_values(settings)}
+    assert origins["method.aggregation"] == "default"
+    assert origins["method.suspected"] == origins["method.name"] == "command line"
+    assert "method.beta" not in settings.origins
+    with pytest.raises(WrongConfig) as caught:
+        resolve(in_file(NAMED_FIELDS, tmp_path, f"{name}=fedavg", "method.beta=1"))
+    assert [problem.place for problem in caught.value.problems] == ["command line"]
+
+
+def test_a_table_that_replaces_another_one_removes_its_origins(tmp_path: Path) -> None:
+    experiment = in_file(NAMED_FIELDS, tmp_path, "plan={batch=7}")
+    assert [key for key in experiment.origins if key.startswith("plan")] == ["plan.batch"]
+    settings = resolve(experiment)
+    origins = {value.key: value.origin for value in explain.resolved_values(settings)}
+    assert origins["plan.train.lr"] == origins["plan.train.epochs"] == "default"
+    assert origins["plan.train.batch"] == "command line"
+    one_stage = in_file(NAMED_FIELDS, tmp_path, "plan.train={batch=7}").origins
+    assert [key for key in one_stage if key.startswith("plan")] == ["plan.lr", "plan.train.batch"]
+
+
+@pytest.mark.parametrize("name", ["data", "data.name"])
+@pytest.mark.parametrize("text", [NAMED_FIELDS, 'data = "digits"'])
+def test_another_data_set_keeps_the_other_keys_of_its_table(
+    text: str, name: str, tmp_path: Path
+) -> None:
+    data = resolve(in_file(text, tmp_path, f"{name}=mnist", "data.public=8")).data
+    assert (data.name, data.public) == ("mnist", 8)
+    assert (data.train_size, data.test_size) == ((90, 60) if text == NAMED_FIELDS else (0, 0))

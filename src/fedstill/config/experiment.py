@@ -8,7 +8,7 @@ import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,6 +28,8 @@ from fedstill.config.overrides import (
     parse_overrides,
     with_other_name,
     with_working_directory_paths,
+    without_absent,
+    without_inner,
 )
 from fedstill.config.tables import TopKeys
 from fedstill.config.validation import NOT_A_NAME, NOT_A_TABLE, WrongConfig, wrong_value
@@ -115,22 +117,28 @@ class Experiment(TopKeys):
 
         ``origin``: the name of their source, such as an option of a command. A value that names
         another object, such as ``{"method": "fedntd"}``, is set before all fields, and removes the
-        fields of the former object as ``with_other_name`` says. Another engine removes
+        fields of the former object as ``with_other_name`` says. A table replaces the whole former
+        one. Values that are removed have no origin any more. Another engine removes
         ``engine_reason``, which explains the former one. Raises ConfigError if the origin is an
         option, and another option has set the key.
         """
         source = Origin(origin)
         check_set_once(values, self.origins, source)
         tree = self.tree
+        origins = dict(self.origins)
         for key in sorted(values, key=lambda key: not is_name(key)):
-            # [data] is the exception: its other keys, such as sizes, are for any data set.
-            names_object = is_name(key) and key != "data.name"
-            if names_object and isinstance(values[key], str):
-                table = key.partition(".")[0]
-                tree[table] = self._renamed(table, values[key])
+            value = values[key]
+            table = key.partition(".")[0]
+            if not is_name(key) or not isinstance(value, str):
+                _set(tree, key, value)
+                origins = without_inner(origins, key)
+            elif table == "data":
+                # [data] is the exception: its other keys, such as sizes, are for any data set.
+                _set(tree, "data.name", value)
             else:
-                _set(tree, key, values[key])
-        origins = {**self.origins, **dict.fromkeys(leaf_keys(values), source)}
+                tree[table] = self._renamed(table, value)
+                origins = without_absent(origins, table, _fields_in(tree[table]))
+        origins |= dict.fromkeys(leaf_keys(values), source)
         if "engine" in values and "engine_reason" not in values:
             tree["engine_reason"] = ""
             origins.pop("engine_reason", None)
@@ -237,6 +245,13 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
         table[name] = dict(inner)
         table = table[name]
     table[last_part] = value
+
+
+def _fields_in(table: str | Mapping[str, Any]) -> Collection[str]:
+    """The fields in a table, which has none if it is a name alone."""
+    if isinstance(table, str):
+        return ()
+    return table.keys()
 
 
 def _dotted_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,31 @@ def origin_text(key: str, origins: Origins) -> str:
         if candidate in origins:
             return str(origins[candidate])
     return "default"
+
+
+def without_inner(origins: Origins, key: str) -> dict[str, Origin]:
+    """The origins without those of keys in a table, which another value replaces.
+
+    >>> list(without_inner({"plan.lr": Origin("a"), "plan.train.lr": Origin("a")}, "plan.train"))
+    ['plan.lr']
+    """
+    return {inner: origin for inner, origin in origins.items() if not inner.startswith(f"{key}.")}
+
+
+def without_absent(origins: Origins, table: str, fields: Collection[str]) -> dict[str, Origin]:
+    """The origins without those of fields that a table no longer has. ``fields``: those that it
+    has.
+
+    >>> origins = {"method.name": Origin("a"), "method.mu": Origin("a"), "seed": Origin("a")}
+    >>> list(without_absent(origins, "method", ["name"]))
+    ['method.name', 'seed']
+    """
+    remaining = {}
+    for key, origin in origins.items():
+        first, _, field = key.partition(".")
+        if first != table or field.partition(".")[0] in fields:
+            remaining[key] = origin
+    return remaining
 
 
 # Texts of a command line.
