@@ -272,6 +272,37 @@ def test_a_client_that_standardised_its_own_has_its_mean_inside(tmp_path: Path) 
     assert model.about["standardised"] == "own"
 
 
+def test_a_common_model_has_the_mean_of_the_client_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = kinds.small_data("table")
+    folder = tmp_path / "run"
+    own = {"partition": {"kind": "iid"}, "model": kinds.NETWORKS["table"], "rounds": 1}
+    run(experiment({"standardise": "own"}, **own), folder, data=data)
+    ready = prepare(settings_of(folder), data)
+    part = ready.sites.positions(1)
+
+    common, of_client = load_model(folder), load_model(folder, client=1)
+    raw, standardised = data.train.values[part], ready.sites.train.values[part]
+    with torch.no_grad():
+        torch.testing.assert_close(of_client(raw), common(standardised))
+
+    exports = ["export", str(folder), "--folder"]
+    assert call([*exports, str(tmp_path / "common")]) == 0
+    assert "standardise its inputs" in capsys.readouterr().out
+    card = (tmp_path / "common" / "README.md").read_text()
+    assert "numbers as in the run's data" not in card
+    assert "the model contains none" in card
+
+    assert call([*exports, str(tmp_path / "one"), "--client", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "standardise its inputs" not in out
+    assert "--client 1" in out
+    card = (tmp_path / "one" / "README.md").read_text()
+    assert "numbers as in the run's data" in card
+    assert "of client 1;" in card
+
+
 @pytest.mark.parametrize("kind", ["table", pytest.param("series", marks=pytest.mark.slow), "text"])
 def test_a_run_is_exported_whatever_its_examples_are(
     kind: str, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from fedstill.cli.app import Flag
-from fedstill.core.errors import ConfigError
+from fedstill.core.errors import ConfigError, UnknownName
 
 if TYPE_CHECKING:
     from fedstill.export.trained_model import TrainedModel
@@ -57,8 +57,8 @@ def export_command(
         pt2: The file for the model as a program of torch.export, which torch.export.load reads.
         folder: A new folder to share: weights, a model card, and a script that needs only torch and
             safetensors.
-        client: The client whose model is written, by number or name, for methods with a model for
-            each client.
+        client: The client whose model is written, by name or number, for methods with a model for
+            each client, and for data that each client standardised by itself.
         round_: The round whose model is written: best, or the number of a round that was kept. By
             default, the last one.
         tables: Folders for the numbers as tables.
@@ -82,12 +82,14 @@ def export_command(
         trust_run(run)
     if writes_model:
         model = _load(run, client, round_)
+        name = _model_name(model, client)
         if onnx:
-            _write_onnx(model, onnx)
+            _write_onnx(model, name, onnx)
         if pt2:
-            _write_program(model, pt2)
+            _write_program(model, name, pt2)
         if folder:
-            _write_folder(model, run, folder)
+            _write_folder(model, name, run, folder)
+        _print_missing_standardisation(model)
     if tables.parquet:
         _write_tables(run, "parquet", tables.parquet)
     if tables.csv:
@@ -98,9 +100,7 @@ def export_command(
 def _load(run: Path, client: str | None, round: str | None) -> TrainedModel:
     from fedstill.export.loading import load_model
 
-    owner: int | str | None = client
-    if client is not None and client.isdecimal():
-        owner = int(client)
+    owner = _owner(run, client)
     if round is None:
         return load_model(run, owner)
     if round == "best":
@@ -110,7 +110,42 @@ def _load(run: Path, client: str | None, round: str | None) -> TrainedModel:
     return load_model(run, owner, round=int(round))
 
 
-def _write_onnx(model: TrainedModel, path: Path) -> None:
+def _owner(run: Path, client: str | None) -> int | str | None:
+    """The owner of a model: a client's number, or the name of a group such as "cluster 1"."""
+    from fedstill.running.journal import parse_client_number
+
+    if client is None:
+        return None
+    try:
+        return parse_client_number(run, client)
+    except UnknownName:
+        # load_model refuses a name that is not one of a group either.
+        return client
+
+
+def _model_name(model: TrainedModel, client: str | None) -> str:
+    """The model in words. The option is repeated, because its text may be the name of a client with
+    another number, or of a client that shares its model.
+    """
+    from fedstill.export.trained_model import name_in_words
+
+    name = name_in_words(model.about)
+    if client is None:
+        return name
+    return f"{name} (--client {client})"
+
+
+def _print_missing_standardisation(model: TrainedModel) -> None:
+    from fedstill.export.trained_model import lacks_standardisation
+
+    if lacks_standardisation(model):
+        print(
+            "Each client standardised its data by its own mean and standard deviation, and this "
+            "model contains none: standardise its inputs by those of the client whose data they are"
+        )
+
+
+def _write_onnx(model: TrainedModel, name: str, path: Path) -> None:
     from fedstill.export.programs import write_onnx
 
     error = write_onnx(model, path)
@@ -121,23 +156,23 @@ def _write_onnx(model: TrainedModel, path: Path) -> None:
         )
     else:
         result = _comparison("onnxruntime", error)
-    print(f"{path}: an ONNX model; {result}")
+    print(f"{path}: {name} as ONNX; {result}")
 
 
-def _write_program(model: TrainedModel, path: Path) -> None:
+def _write_program(model: TrainedModel, name: str, path: Path) -> None:
     from fedstill.export.programs import write_program
 
     error = write_program(model, path)
-    print(f"{path}: a torch.export program; {_comparison('torch', error)}")
+    print(f"{path}: {name} as a torch.export program; {_comparison('torch', error)}")
 
 
-def _write_folder(model: TrainedModel, run: Path, folder: Path) -> None:
+def _write_folder(model: TrainedModel, name: str, run: Path, folder: Path) -> None:
     from fedstill.export.upload_folder import write_folder
 
     error = write_folder(model, run, folder)
     print(
-        f"{folder}: a folder to share; {_comparison('model.py', error)}; add a licence to its "
-        "README.md before you share it"
+        f"{folder}: {name} as a folder to share; {_comparison('model.py', error)}; add a licence "
+        "to its README.md before you share it"
     )
 
 

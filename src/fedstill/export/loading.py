@@ -26,7 +26,13 @@ from fedstill.core.reports import json_value
 from fedstill.core.trees import same_bits
 from fedstill.data.dataset import IMAGE_INFO, INPUT_FIELDS, PLURALS, DatasetInfo
 from fedstill.engines.step import frozen
-from fedstill.export.trained_model import OWN, Standardised, TrainedModel, network_of
+from fedstill.export.trained_model import (
+    OWN,
+    STANDARDISED_AT,
+    Standardised,
+    TrainedModel,
+    network_of,
+)
 from fedstill.methods.fit import Queries, fitted_models, student_models
 from fedstill.models.predictors import CombinedPredictor, Predictor, predictor
 from fedstill.running import journal as journals
@@ -101,7 +107,7 @@ def load_model(
     if client_number is not None:
         about["own_after"] = sorted(settings.method.personal)
         if stored.inputs.by_client:
-            about["standardised_at"] = f"client {client_number}"
+            about[STANDARDISED_AT] = f"client {client_number}"
     network = network_of(answer.predict)
     backbone = settings.data.features_of
     if backbone is not None:

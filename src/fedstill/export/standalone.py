@@ -2,8 +2,9 @@
 
 ``Classifier.load()`` returns a module in evaluation mode, which maps examples to logits (N,
 classes). Images are (N, channels, height, width), uint8 from 0 to 255 or floats from 0 to 1. Other
-examples are numbers (N, ...) as in the data, with NaN for missing values, or token ids (N, length),
-with 0 for padding. config.json describes them under ``inputs``; README.md describes the training.
+examples are numbers (N, ...), with NaN for missing values, or token ids (N, length), with 0 for
+padding. config.json describes them under ``inputs``; README.md describes the training, and states
+whether numbers must be standardised.
 """
 
 from __future__ import annotations

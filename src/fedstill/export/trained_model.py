@@ -158,6 +158,9 @@ def _column(name: str, values: Any) -> pa.ChunkedArray:
 OWN = "own"
 """The value of ``data.standardise`` with which each client has its own mean and deviation."""
 
+STANDARDISED_AT = "standardised_at"
+"""The key of ``TrainedModel.about`` with the client whose mean and deviation the model contains."""
+
 
 class Standardised(nn.Module):
     """Standardises the features of a backbone, (N, D), before a network takes them.
@@ -388,3 +391,20 @@ def network_of(predict: Callable[[Tensor], Tensor]) -> nn.Module:
     if module is None:
         return OnlyCallable(predict)
     return module
+
+
+def lacks_standardisation(model: TrainedModel) -> bool:
+    """Whether the model takes standardised numbers, because each client has its own mean and
+    deviation and the model contains none.
+    """
+    return model.about.get("standardised") == OWN and STANDARDISED_AT not in model.about
+
+
+def name_in_words(about: Mapping[str, Any]) -> str:
+    """The name of a model in words. ``about``: ``TrainedModel.about``.
+
+    >>> name_in_words({"model": "global"}), name_in_words({"model": "client 3"})
+    ('the global model', 'the model of client 3')
+    """
+    names = {"global": "the global model", "ensemble": "the ensemble of all clients' models"}
+    return names.get(about["model"], f"the model of {about['model']}")

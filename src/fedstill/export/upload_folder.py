@@ -22,7 +22,12 @@ from fedstill.core.extensions import of_some_clients
 from fedstill.core.files import make_folder, neutral, write_whole
 from fedstill.export import standalone
 from fedstill.export.programs import as_code, furthest
-from fedstill.export.trained_model import TrainedModel
+from fedstill.export.trained_model import (
+    STANDARDISED_AT,
+    TrainedModel,
+    lacks_standardisation,
+    name_in_words,
+)
 from fedstill.metrics.accuracy import forgetting_by_class, share_of
 from fedstill.models.functional import channels_last
 from fedstill.models.network import depends_on_batch
@@ -191,8 +196,6 @@ def _tag(method: str) -> str:
 def _facts(model: TrainedModel) -> dict[str, str]:
     about = model.about
     parameter_count = sum(weights.numel() for weights in model.network.parameters())
-    names = {"global": "the global model", "ensemble": "the ensemble of all clients' models"}
-    name = names.get(about["model"], f"the model of {about['model']}")
     status = ""
     if not about["finished"]:
         status = ", unfinished"
@@ -204,6 +207,7 @@ def _facts(model: TrainedModel) -> dict[str, str]:
     rounds = f"{about['rounds']} rounds"
     if "stopped_in_round" in about:
         rounds = f"stopped early, in round {about['stopped_in_round']} of {about['rounds']}"
+    name = name_in_words(about)
     return {
         "what": f"{name}, after round {about['round']} of {about['rounds']}{status}",
         "network": f"{about['network']}; {parameter_count:,} parameters",
@@ -231,6 +235,11 @@ def _inputs(model: TrainedModel) -> str:
         if model.inputs.tokenizer:
             origin = f"made by {model.made_of['tokenizer']}"
         return f"{shape}, token ids from 0 (padding) to {model.inputs.vocabulary - 1}, {origin}"
+    if lacks_standardisation(model):
+        return (
+            f"{shape}, {model.inputs.many}, numbers standardised by the mean and standard "
+            "deviation of the client whose data they are; the model contains none"
+        )
     if model.inputs.kind != "image":
         scaling = ""
         if len(model.mean):
@@ -295,6 +304,11 @@ def _results(model: TrainedModel, measured: Measured | None) -> list[str]:
 
 def _limits(model: TrainedModel) -> list[str]:
     limits = ["The model predicts one of these classes for any input."]
+    if STANDARDISED_AT in model.about:
+        limits.append(
+            "It standardises by the mean and standard deviation of "
+            f"{model.about[STANDARDISED_AT]}; use it for the data of this client."
+        )
     if depends_on_batch(model.network):
         limits.append(
             "The network normalises with the statistics of a batch; the accuracy above is for "
