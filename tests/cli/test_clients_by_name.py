@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import unicodedata
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 import fedstill
 from fedstill.cli import call
@@ -118,3 +122,72 @@ def test_export_and_load_model_take_a_name(
     assert by_name.about["model"] == by_number.about["model"] == "client 2"
     assert call(["export", "alone", "--folder", str(tmp_path / "n"), "--client", "Split"]) == 2
     assert "Split" in capsys.readouterr().err
+
+
+SUBJECTS = ("1", "3", "5", "7", "8")
+"""Names of clients that are also numbers of other clients."""
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs ``together`` and ``alone`` over the subjects of a study, with the classes 1 to 3."""
+    folder = tmp_path_factory.mktemp("study")
+    draw = random.Random(0)
+    labels = [draw.choice(("1", "2", "3")) for _ in range(300)]
+    columns = {
+        "a": [draw.gauss(int(label), 1) for label in labels],
+        "b": [draw.random() for _ in labels],
+        "subject": [SUBJECTS[row % 5] for row in range(300)],
+        "label": labels,
+    }
+    parquet.write_table(pyarrow.table(columns), folder / "study.parquet")
+    config = CONFIG.replace("hospitals.csv", "study.parquet").replace("hospital", "subject")
+    config = config.replace("clients = 3", "clients = 5")
+    (folder / "my.toml").write_text(config, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert call(["run", "my.toml", "--out", "together", "-q"]) == 0
+        alone = ["-s", "method=local_only", "-s", "rounds=1", "--out", "alone", "-q"]
+        assert call(["run", "my.toml", *alone]) == 0
+    return folder
+
+
+def test_a_name_that_is_a_number_comes_before_the_number(study: Path) -> None:
+    run = study / "together"
+    assert [parse_client_number(run, name) for name in SUBJECTS] == [0, 1, 2, 3, 4]
+    assert parse_client_number(run, "2") == 2, "nobody has this name"
+    assert parse_class_numbers(run, ["1", "2", "3", "0"]) == [0, 1, 2, 0]
+
+
+@pytest.mark.uses("export")
+def test_export_writes_the_model_of_the_client_with_this_name(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = tmp_path / "m"
+    exports = ["export", str(study / "alone"), "--client"]
+    assert call([*exports, "3", "--folder", str(shared)]) == 0
+    assert json.loads((shared / "config.json").read_text())["trained"]["model"] == "client 1"
+    assert "client 1" in capsys.readouterr().out
+    assert call([*exports, "9", "--folder", str(tmp_path / "n")]) == 2
+
+
+@pytest.mark.uses("attribution")
+def test_why_prints_a_command_for_the_client_and_the_class_that_it_names(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = study / "together"
+    words = ["why", str(run), "-q", "--class"]
+    hints = {}
+    for label in ("1", "2", "3"):
+        assert call([*words, label, "--round", "2"]) == 0
+        out = capsys.readouterr().out
+        assert f"'{label}'" in out
+        hint = re.search(r"without \w+ \((\d)\): .* --class (\w+) --without (\w+)", out)
+        if hint is not None:
+            hints[label] = hint
+    assert hints
+    for label, hint in hints.items():
+        assert parse_class_numbers(run, [hint[2]]) == [int(label) - 1]
+        assert parse_client_number(run, hint[3]) == int(hint[1])
+    assert call([*words, "1", "--without", "7", "--rounds", "1"]) == 0
+    assert "7 (3)" in capsys.readouterr().out

@@ -89,20 +89,20 @@ def why_command(  # noqa: PLR0913 - the options of the command why
 
     Args:
         directory: The run's directory.
-        class_: The class, by number or name. By default, the class with the largest loss.
+        class_: The class, by name or number. By default, the class with the largest loss.
         round_: The round: its number, or best. By default, the round with the largest loss; with
             --client, round 1.
         worst: How many of the largest losses to report.
         exact: Compute all coalitions of the round's clients; at most ten clients.
         game: What clients outside a coalition do: change nothing (idle), or not reply (absent).
-        without: Replay rounds without this client, by number or name, and compare.
+        without: Replay rounds without this client, by name or number, and compare.
         from_: The first round without the client. By default, --round or the round with the largest
             loss.
         rounds: How many rounds to replay without the client. By default, 5.
         once: Leave the client out in the first of these rounds only.
         draws: Repeat the round with this many other samples of clients, e.g. 10, to see how much
             the loss depends on the sample.
-        client: If clients learn from peers: show what this client, by number or name, learned in
+        client: If clients learn from peers: show what this client, by name or number, learned in
             --round, by phase and by teacher.
         open_: Write the run's page with the charts, and open it.
         trust_code: Trust the code in the run's config, if the run was created on another machine.
@@ -247,6 +247,7 @@ def _print_next_command(
 ) -> None:
     """The command that replays rounds without the client with the largest loss."""
     from fedstill.attribution.class_changes import client_name
+    from fedstill.running.journal import number_or_name
 
     contributions = attribution.clients
     if not contributions:
@@ -255,8 +256,10 @@ def _print_next_command(
     if contributions[client] >= 0:
         return
     change = attribution.change
+    label_text = in_shell(number_or_name(change.label, run.classes))
+    client_text = in_shell(number_or_name(client, run.client_names))
     command = (
-        f"fedstill why {in_shell(directory)} --class {change.label} --without {client} "
+        f"fedstill why {in_shell(directory)} --class {label_text} --without {client_text} "
         f"--from {change.round}"
     )
     screen.print(f"To replay without {client_name(run, client)}: {command}", soft_wrap=True)

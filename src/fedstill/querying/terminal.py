@@ -240,13 +240,13 @@ def query(  # noqa: PLR0913 - the options of the command query
 
     Args:
         run: The run's directory; its clients must have trained alone (method local_only).
-        client: The client that queries, by number or name.
-        classes: The classes that it queries, by number or name, e.g. 7,9.
+        client: The client that queries, by name or number.
+        classes: The classes that it queries, by name or number, e.g. 7,9.
         by: Instead of classes, the reasons to query a class: lack (too few examples), accuracy (low
             accuracy of its model), need (the class will be needed).
         under: For the reason accuracy: it queries classes on which its model has a lower accuracy
             than this, on held-out examples.
-        need: For the reason need: the classes that it will need, by number or name, e.g. 7,9.
+        need: For the reason need: the classes that it will need, by name or number, e.g. 7,9.
         student: The file of the client's current model, e.g. from an earlier query. By default, its
             model in the run.
         new_data: A data set, file or folder with new examples of the client, on which it first

@@ -280,7 +280,7 @@ def _integer(digits: str) -> int | None:
 
 
 def parse_class_numbers(folder: Path, texts: Sequence[str]) -> list[int]:
-    """Convert what a user typed, numbers or names of classes of a run, to numbers of classes.
+    """Convert what a user typed, names or numbers of classes of a run, to numbers of classes.
 
     Raises UnknownName for a name that the run in ``folder`` does not have.
     """
@@ -289,7 +289,7 @@ def parse_class_numbers(folder: Path, texts: Sequence[str]) -> list[int]:
 
 
 def parse_client_number(folder: Path, text: str) -> int:
-    """Convert what a user typed, the number or the name of a client of a run, to its number.
+    """Convert what a user typed, the name or the number of a client of a run, to its number.
 
     Raises UnknownName for a name that the run in ``folder`` does not have.
     """
@@ -312,7 +312,7 @@ def client_number_by_name(name: str, start: Event) -> int | None:
 
 def _names_at_start(folder: Path, key: str) -> list[str]:
     """The names in a field of a run's first event, or none if there is no such field."""
-    if not folder.is_dir():
+    if not (folder / JOURNAL).is_file():
         return []
     names: list[str] = []
     for start in read_journal(folder / JOURNAL, limit=1):
@@ -325,16 +325,32 @@ MOST_DIGITS = 18
 
 
 def _parse_number(kind: str, text: str, names: Sequence[str]) -> int:
-    """Convert a number, or one of ``names``, to a number; ``kind`` is for the error message."""
-    if text.isdecimal() and len(text) <= MOST_DIGITS:
-        return int(text)
+    """Convert one of ``names``, or a number, to a number; ``kind`` is for the error message.
+
+    A name comes first, because names may be numbers: the numbers of a study's subjects.
+    """
     name = nfc(text)
     if name in names:
         return names.index(name)
+    if text.isdecimal() and len(text) <= MOST_DIGITS:
+        return int(text)
     todo = ""
     if not names:
         todo = "the run has no names; give a number, from 0"
     raise UnknownName(kind, text, names, remedy=todo)
+
+
+def number_or_name(number: int, names: Sequence[str]) -> str:
+    """The text that a user types for a client or a class: its number, or its name if the number is
+    the name of another.
+
+    >>> number_or_name(1, ["a", "b"]), number_or_name(1, ["1", "3"])
+    ('1', '3')
+    """
+    text = str(number)
+    if text in names and number < len(names):
+        return names[number]
+    return text
 
 
 def without_times(value: Any) -> Any:

@@ -26,10 +26,10 @@ class ForgottenData:
     """The options of ``fedstill unlearn`` that name the data to forget."""
 
     client: Annotated[
-        Names, Parameter(name="--client", help="The clients to forget, by number or name.")
+        Names, Parameter(name="--client", help="The clients to forget, by name or number.")
     ] = ()
     class_: Annotated[
-        Names, Parameter(name="--class", help="The classes to forget, by number or name.")
+        Names, Parameter(name="--class", help="The classes to forget, by name or number.")
     ] = ()
     examples: Annotated[
         Path | None,

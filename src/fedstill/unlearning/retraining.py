@@ -31,13 +31,19 @@ from fedstill.config.experiment import from_tree
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.extensions import Event
 from fedstill.core.fields import Count
-from fedstill.core.files import read_file, read_toml
+from fedstill.core.files import in_shell, read_file, read_toml
 from fedstill.core.rounds import Schedule
 from fedstill.data.client_split import ClientSplit
 from fedstill.running import runner
 from fedstill.running.checkpoint import Restored
 from fedstill.running.directory import settings_of
-from fedstill.running.journal import CONFIG, JOURNAL, is_finished, read_journal
+from fedstill.running.journal import (
+    CONFIG,
+    JOURNAL,
+    is_finished,
+    number_or_name,
+    read_journal,
+)
 from fedstill.running.preparation import Prepared
 from fedstill.running.replay import Without
 from fedstill.running.runs import contributed, start_run
@@ -213,8 +219,11 @@ def _original(directory: Path, client: int) -> OriginalRun:
         raise ConfigError(f"client {client}: {directory} has clients 0 to {settings.clients - 1}")
     original = OriginalRun(directory, settings, read_journal(directory / JOURNAL))
     if original.earlier_request.classes or original.earlier_request.examples:
+        names = original.events[0].get("client_names", ())
+        client_text = in_shell(number_or_name(client, names))
         raise ConfigError(
-            f"{directory} has forgotten single examples; use fedstill unlearn --client {client}"
+            f"{directory} has forgotten single examples; use fedstill unlearn --client "
+            f"{client_text}"
         )
     return original
 
