@@ -147,6 +147,17 @@ def test_what_a_reply_depends_on_makes_another_key(
     assert fitted(fits) == [0, 1, 2, 3, 4, 5]
 
 
+def test_labels_of_the_public_set_count_where_clients_are_measured(
+    cache: Path, tmp_path: Path
+) -> None:
+    """Clients do not see them, but measures do."""
+    for labels in (False, True):
+        data = {"name": "blobs", "public": 40, "public_labels": labels}
+        values = experiment("local_only", measure=("private_public",), data=data)
+        result = run(values, tmp_path / str(labels), toys.blobs())
+        assert ("public_accuracy" in result.history[-1]) == labels
+
+
 @dataclass(frozen=True)
 class Weighted(ClientWork):
     """A work with a tensor, of which ``repr`` shows the first and the last numbers."""
@@ -170,7 +181,7 @@ def test_own_tests_and_tensors_of_the_work_are_part_of_what_a_reply_depends_on()
         seed=1,
         payload=Payload(),
         client_state=Payload(),
-        test=None,
+        measured=(),
         further=(),
     )
     keys = {

@@ -195,6 +195,10 @@ def with_given(entry: Mapping[str, Any], start: TrainingStart, y: Tensor) -> Tra
     return start
 
 
+OF_LABEL_COUNTS = ("fedetf", "fedlc", "fedlmd", "fedlmd_tf", "fedrod", "fedrs")
+"""Methods whose objective depends on the labels of all examples of a client."""
+
+
 def one_step(entry: Mapping[str, Any], **fields: object) -> tuple[float, dict[str, Tensor]]:
     """The objective of the batch that is given, and its gradient, as the engine steps along it."""
     ready, name = prepared(entry, **fields), entry.get("stage", "train")
@@ -205,7 +209,11 @@ def one_step(entry: Mapping[str, Any], **fields: object) -> tuple[float, dict[st
     view = replace(view, data=Examples(x, y), counts=torch.tensor(COUNTS), validation=None)
     work = method.work(stage)
     down, memory = received(entry, ready)
-    carry = with_given(entry, work.begin(down, memory, view, world), y)
+    held = view
+    if entry["method"] in OF_LABEL_COUNTS:
+        labels = torch.arange(CLASSES).repeat_interleave(torch.tensor(COUNTS))
+        held = replace(view, data=Examples(torch.zeros(len(labels), INPUTS), labels))
+    carry = with_given(entry, work.begin(down, memory, held, world), y)
     start = network("w", shapes_of(carry.params)) | {
         k: torch.zeros(CLASSES).double() for k in entry.get("zero", ())
     }

@@ -18,6 +18,7 @@ from fedstill.metrics.classification import (
     RECORDED,
     Predictions,
     RunMetrics,
+    average_precision,
     best_round,
     better,
     unknown_metric,
@@ -285,3 +286,12 @@ def test_losses_are_better_if_they_are_smaller() -> None:
 def test_a_name_that_is_no_metric_has_a_suggestion() -> None:
     assert "'auc'" in unknown_metric("au", RECORDED)
     assert unknown_metric("auc", RECORDED) == ""
+
+
+@pytest.mark.parametrize("examples", [27, 62, 86, 167])
+def test_the_average_precision_of_a_perfect_ranking_is_not_above_1(examples: int) -> None:
+    labels = torch.arange(examples) % 2
+    logits = torch.stack([-labels.float(), labels.float()], 1)
+    logits = logits * (1 + torch.arange(examples).float() / 7).unsqueeze(1)
+    predictions = Predictions.of(logits, labels, labels, positive=1)
+    assert 1 - 1e-12 < average_precision(predictions) <= 1.0

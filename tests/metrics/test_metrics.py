@@ -14,6 +14,7 @@ from hypothesis.extra.numpy import arrays
 
 from fedstill import metrics
 from fedstill.core.errors import ConfigError
+from fedstill.metrics.accuracy import weighted_mean
 
 NAN = float("nan")
 RNG = np.random.default_rng(0)
@@ -183,3 +184,10 @@ def test_running_consistency_is_one_value_a_round() -> None:
     assert metrics.consistency(A, 0.5 * A) == pytest.approx(1)
     assert math.isnan(metrics.consistency(A, 0 * A))
     assert metrics.running_consistency(ROUNDS[:0]) == []
+
+
+def test_a_weighted_mean_never_leaves_its_numbers() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(2000):
+        weights = draw.random(10)
+        assert weighted_mean(np.ones(10), weights) == 1.0

@@ -18,6 +18,7 @@ from fedstill.measures.features import STEPS
 from fedstill.metrics.membership import GRID
 from fedstill.report.page import write_page
 from fedstill.running.journal import read_journal
+from fedstill.running.journal_schema import JournalChecker
 
 CHANGES = 3
 """How many changes of each journal are tried here; by hand, thousands."""
@@ -162,3 +163,16 @@ def test_a_look_that_was_added_later_has_the_schema_of_a_measure(
 def test_forms_of_lists_have_the_sizes_that_measures_record() -> None:
     assert list_forms("boundaries")["plane"].axes == (STEPS, STEPS)
     assert list_forms("leakage")["*/*/roc"].axes == (len(GRID),)
+
+
+def test_a_task_in_which_no_site_reported_a_test_can_be_read() -> None:
+    stream = {"classes": [[0], [1]], "first_rounds": [1, 2]}
+    events: list[dict[str, Any]] = [
+        {"event": "start", "classes": ["a", "b"], "stream": stream},
+        {"event": "initial", "accuracy": None, "class_accuracy": [None, None]},
+        {"event": "task", "task": 1, "round": 1, "row": [None, None], "clients": {}},
+    ]
+    checker = JournalChecker()
+    assert [checker.problem(event) for event in events] == ["", "", ""]
+    repeated = {**events[-1], "task": 1}
+    assert "does not follow" in checker.problem(repeated)

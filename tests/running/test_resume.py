@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,14 @@ import torch
 
 import toys
 from fedstill.core.errors import CorruptFile, Interrupted
+from fedstill.core.records import State, World
+from fedstill.core.registry import method
+from fedstill.core.trees import same_bits
 from fedstill.export.loading import load_model
+from fedstill.methods.fedavg import FedAvg
 from fedstill.running.frame import run_frames
 from fedstill.running.recording import Quiet
+from fedstill.running.replay import Replay
 from fedstill.running.runner import resume, run
 from fedstill.running.runs import find, read_run
 from forking import SETTINGS
@@ -283,3 +288,25 @@ def test_a_run_whose_examples_changed_under_the_same_labels_and_spread_does_not_
     with pytest.raises(CorruptFile, match="examples"):
         resume(tmp_path / "run", data=other)
     assert resume(tmp_path / "run", data=toys.blobs()).accuracy >= 0
+
+
+@method("toy_noisy_start")
+@dataclass(frozen=True)
+class NoisyStart(FedAvg):
+    """FedAvg from parameters that it draws itself."""
+
+    def initial_state(self, world: World) -> State:
+        state = super().initial_state(world)
+        noisy = {name: p + torch.randn_like(p) for name, p in state.params.items()}
+        return state.next(params=noisy)
+
+
+def test_a_method_draws_the_same_start_in_a_resumed_run_and_in_a_replay(tmp_path: Path) -> None:
+    experiment = toys.toy("toy_noisy_start")
+    whole = run(experiment, tmp_path / "whole", toys.blobs())
+    run(experiment, tmp_path / "killed", toys.blobs())
+    again = resume(before_round_1(tmp_path / "killed"), toys.blobs())
+    assert same_bits(whole.model, again.model)
+    with Replay.of_round(tmp_path / "whole", 1, toys.blobs()).session() as session:
+        *_, last = session.rounds()
+    assert same_bits(whole.model, last.params)

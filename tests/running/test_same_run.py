@@ -84,3 +84,10 @@ def test_runs_of_several_seeds_share_the_run_that_they_start_from() -> None:
 
 def test_settings_of_toys_have_no_code_but_what_came_from_python() -> None:
     assert code_digests(resolve(toys.toy("fedavg"))) == {}
+
+
+def test_the_file_of_a_stream_is_noted(tmp_path: Path) -> None:
+    file = tmp_path / "seasons.py"
+    file.write_text("def seasons(labels, tasks, classes): ...\n")
+    stream = {"kind": f"{file}:seasons", "tasks": 3}
+    assert str(file) in code_digests(resolve(toys.toy(stream=stream)))

@@ -295,3 +295,14 @@ def test_a_start_in_parts_without_any_part_is_refused(tmp_path: Path) -> None:
         prepare(resolve(going_on(tmp_path / "net.pt", start_from_partial=True)), toys.blobs())
     with pytest.raises(ConfigError, match="start_from_partial"):
         resolve(toys.toy(start_from_partial=True))
+
+
+@pytest.mark.parametrize("method", ["fedavg", "feddbe"])
+def test_a_file_without_any_entry_of_the_network_is_refused(method: str, tmp_path: Path) -> None:
+    """Also if the method adds entries to the network, which no file needs to have."""
+    safetensors.torch.save_file({"x": torch.zeros(3)}, tmp_path / "x.safetensors")
+    experiment = toys.toy(
+        method, **SMALL, start_from=str(tmp_path / "x.safetensors"), start_from_partial=True
+    )
+    with pytest.raises(ConfigError, match="no entry matches"):
+        prepare(resolve(experiment), toys.blobs())

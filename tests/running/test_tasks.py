@@ -5,7 +5,8 @@ change.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ import torch
 import toys
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, Interrupted
-from fedstill.core.records import Stage
+from fedstill.core.records import Reply, Stage, State, World
+from fedstill.core.registry import method
+from fedstill.methods.fedavg import FedAvg
 from fedstill.metrics import tasks as over
-from fedstill.models.predictors import Predictor
+from fedstill.models.predictors import Predictor, predictor
 from fedstill.report.accuracy_matrix import run_matrices
 from fedstill.running.journal import read_journal
+from fedstill.running.numbers import RunNumbers
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import resume, run
 from run_bits import StopAfter, assert_same_bits, bits, stopped
@@ -385,3 +389,40 @@ def test_a_split_that_a_task_cannot_give_names_the_way_out() -> None:
     skewed = {"kind": "dirichlet", "alpha": 0.05, "min_size": 20}
     with pytest.raises(ConfigError, match=r"task 1: .*stream.compose = 'clients_first'"):
         ready(kind="classes", tasks=5, also={"rounds": 5, "partition": skewed})
+
+
+@method("toy_one_by_one")
+@dataclass(frozen=True)
+class OneByOne(FedAvg):
+    """A client has a model once it has taken part; without one of each, nothing is tested."""
+
+    def aggregate(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World
+    ) -> State:
+        models = {f"model.{reply.client}": reply.content.params for reply in replies}
+        return super().aggregate(state, replies, stage, world).next(groups=models)
+
+    def predictors(self, state: State, world: World) -> dict[str, Any]:
+        own = {client: state.extra.get(f"model.{client}") for client in range(world.clients)}
+        return {
+            f"client {client}": predictor(world.model(client), params)
+            for client, params in own.items()
+            if params is not None
+        }
+
+
+def test_a_task_without_a_tested_model_leaves_its_row_empty(tmp_path: Path) -> None:
+    stream = {"kind": "classes", "tasks": 3}
+    topology = {"clients": 6, "sampled": 5}
+    experiment = toys.toy("toy_one_by_one", stream=stream, partition=IID, topology=topology)
+    result = run(experiment, tmp_path / "run", toys.blobs())
+    events = read_journal(tmp_path / "run" / "journal.jsonl")
+    ends = [event for event in events if event["event"] == "task"]
+    assert [end["task"] for end in ends if end["task"] > 0] == [2, 3]
+    rows = RunNumbers.of(events).task_rows
+    assert np.isnan(rows[0]).all()
+    np.testing.assert_array_equal(rows[1:], np.array([end["row"] for end in ends[-2:]], float))
+    assert result.summary["final_accuracy"] == pytest.approx(over.final_accuracy(rows))
+    (matrix,) = run_matrices(tmp_path / "run")
+    assert len(matrix.percent) == 3
+    assert np.isnan(matrix.percent[0]).all()

@@ -173,13 +173,16 @@ def _rows_of_queries(answers: Sequence[Mapping[str, Any]]) -> Values:
 
 
 def _rows_of_tasks(task_ends: Sequence[Event], task_count: int) -> Values:
-    """A row for each task; a task that did not end has the row of the last one that did."""
-    rows = [_task_end(event) for event in task_ends if event["task"]]
-    if not rows:
-        # Only the untrained model was evaluated.
-        rows = [_task_end(task_ends[0])]
-    rows += rows[-1:] * (task_count - len(rows))
-    return np.array(rows)
+    """A row for each task: NaN if no model was tested at its end, and for a task that did not end,
+    the row of the last one that did.
+    """
+    # Task 0 is the untrained model, which counts if nothing else was evaluated.
+    rows = {event["task"]: _task_end(event) for event in task_ends}
+    last = max(rows)
+    untested = [math.nan] * len(rows[last])
+    before = [rows.get(task, untested) for task in range(1, last + 1)]
+    after = [rows[last]] * (task_count - last)
+    return np.array(before + after)
 
 
 def _task_end(event: Mapping[str, Any]) -> list[float]:
@@ -215,8 +218,8 @@ def _class_accuracies(events: Sequence[Event]) -> list[list[float]]:
 def task_rows(events: Sequence[Event]) -> list[list[float]]:
     """The accuracy on each task at each task's end, (T, T); empty without tasks."""
     task_ends = [event for event in events if event["event"] == "task"]
-    rows = RunNumbers.of(task_ends).task_accuracy()
-    return [_floats(row) for number, row in rows.items() if number > 0]
+    rows: list[list[float]] = RunNumbers.of(task_ends).task_rows.tolist()
+    return rows
 
 
 def _floats(values: Sequence[float | None]) -> list[float]:

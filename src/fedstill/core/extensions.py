@@ -257,8 +257,8 @@ class ClientHook:
         """Whether ``measured`` needs the parameters after every epoch of this stage."""
         return False
 
-    def reads_test_set(self, stage: Stage) -> bool:
-        """Whether ``measured`` reads the common test set in this stage."""
+    def measures(self, stage: Stage) -> bool:
+        """Whether ``measured`` reads the common test set or the public set in this stage."""
         return False
 
     def measured(self, visit: Any) -> Fields:

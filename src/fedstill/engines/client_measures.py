@@ -108,8 +108,8 @@ class ClientMeasures(ClientHook):
         private = stage.view == "private" and SERVER not in stage.clients
         return private and self.due(stage) and any(m.each_epoch for m in self.named.values())
 
-    def reads_test_set(self, stage: Stage) -> bool:
-        """Whether replies of a stage depend on the common test set, through measures."""
+    def measures(self, stage: Stage) -> bool:
+        """Whether the clients of a stage are measured."""
         return self.due(stage)
 
     def cache_key(self, stage: Stage) -> str:

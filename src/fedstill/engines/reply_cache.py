@@ -163,7 +163,8 @@ def _warn_unwritable(folder: Path, reason: str) -> None:
 class ReplyInputs:
     """Everything that a client's reply depends on, except the library and the processor.
 
-    ``test``: the common test set, if a hook reads it in this stage.
+    ``measured``: the common test set and the public set with its labels, if a hook measures the
+    client in this stage.
     """
 
     work: ClientWork
@@ -173,7 +174,7 @@ class ReplyInputs:
     seed: int
     payload: Payload
     client_state: Payload
-    test: Examples | None
+    measured: tuple[Examples | None, ...]
     further: tuple[object, ...]
 
 
@@ -194,9 +195,9 @@ def inputs_of(engine: SerialEngine, job: ClientJob) -> ReplyInputs:
         if head is not None:
             trained_outputs = head.tolist()
         further.append(trained_outputs)
-    test: Examples | None = None
-    if any(hook.reads_test_set(stage) for hook in engine.hooks):
-        test = engine.sites.common_test
+    measured: tuple[Examples | None, ...] = ()
+    if any(hook.measures(stage) for hook in engine.hooks):
+        measured = (engine.sites.common_test, engine.sites.public)
     return ReplyInputs(
         work=job.work,
         stage=stage,
@@ -205,7 +206,7 @@ def inputs_of(engine: SerialEngine, job: ClientJob) -> ReplyInputs:
         seed=job.seed,
         payload=job.payload,
         client_state=engine.memory.load(job.client),
-        test=test,
+        measured=measured,
         further=tuple(further),
     )
 
@@ -229,7 +230,7 @@ def key_of(inputs: ReplyInputs) -> str:
     for payload in (inputs.payload, inputs.client_state):
         for part in encoded_parts(payload):
             key.update(part)
-    for examples in (view.data, view.validation, view.public, view.test, inputs.test):
+    for examples in (view.data, view.validation, view.public, view.test, *inputs.measured):
         data = "none"
         if examples is not None:
             data = examples_digest(examples)

@@ -61,12 +61,15 @@ def weighted_mean(numbers: Values, weights: Values) -> float:
     >>> weighted_mean(np.array([1.0, np.nan, 0.0]), np.array([1.0, 5.0, 3.0]))
     0.25
     """
-    measured = ~np.isnan(numbers)
-    weights = weights[measured]
+    is_measured = ~np.isnan(numbers)
+    measured = numbers[is_measured]
+    weights = weights[is_measured]
     total = float(weights.sum())
     if not total > 0:
         return float("nan")
-    return float(weights @ numbers[measured]) / total
+    mean = float(weights @ measured) / total
+    # By rounding, the mean of equal numbers can differ from them, and then be above 1.
+    return float(np.clip(mean, measured.min(), measured.max()))
 
 
 def top1(correct: TensorLike, total: TensorLike) -> float:

@@ -206,7 +206,8 @@ def average_precision(predictions: Predictions) -> float:
     """The mean of the precisions at all thresholds, weighted by the increase in recall."""
     from sklearn.metrics import average_precision_score
 
-    return _mean_of_rankings(average_precision_score, predictions)
+    # The sum of a perfect ranking can be above 1 by rounding.
+    return float(np.minimum(_mean_of_rankings(average_precision_score, predictions), 1.0))
 
 
 def log_loss(predictions: Predictions) -> float:

@@ -391,7 +391,7 @@ def _matrix(run: Run) -> AccuracyMatrix:
         initial = _class_accuracy(run.task_ends[0])
     return AccuracyMatrix(
         name=task_matrix.name,
-        percent=np.array([_class_accuracy(end) for end in ends]),
+        percent=_class_matrix(ends, len(run.classes)),
         columns=tuple(run.classes),
         class_tasks=tuple(task_of_class[c] for c in range(len(run.classes))),
         initial=initial,
@@ -400,7 +400,7 @@ def _matrix(run: Run) -> AccuracyMatrix:
 
 
 def _task_matrix(run: Run) -> AccuracyMatrix:
-    percent = 100 * float_array([end["row"] for end in _ends(run)], 2, "rows of task ends")
+    percent = 100 * run.numbers.task_rows
     initial = None
     if not run.task_ends[0]["task"]:
         initial = 100 * float_array(run.task_ends[0]["row"], 1, "the untrained model's row")
@@ -411,6 +411,16 @@ def _task_matrix(run: Run) -> AccuracyMatrix:
 def _ends(run: Run) -> list[dict[str, Any]]:
     """The events of the ends of tasks, without the untrained model's event, which has task 0."""
     return [end for end in run.task_ends if end["task"]]
+
+
+def _class_matrix(ends: Sequence[dict[str, Any]], classes: int) -> Values:
+    """The accuracy of each class at the end of each task, in percent; NaN where no model was
+    tested.
+    """
+    percent = np.full((ends[-1]["task"], classes), np.nan)
+    for end in ends:
+        percent[end["task"] - 1] = _class_accuracy(end)
+    return percent
 
 
 def _class_accuracy(end: dict[str, Any]) -> Values:

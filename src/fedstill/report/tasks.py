@@ -120,12 +120,7 @@ def _seen_classes(groups: Sequence[Group], style: Style) -> Chart:
 
 def run_rows(run: Run) -> Values:
     """A run's accuracy matrix (T, T), with one row for each finished task."""
-    ends = [row for number, row in run.numbers.task_accuracy().items() if number > 0]
-    matrix = np.full((len(ends), len(_task_classes(run))), np.nan)
-    for end, row in enumerate(ends):
-        # The last tasks are missing in a run that has not measured them.
-        matrix[end, : len(row)] = np.array(row, np.float64)
-    return matrix
+    return run.numbers.task_rows
 
 
 def _map_chart(group: Group, style: Style) -> Chart:

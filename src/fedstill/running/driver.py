@@ -51,6 +51,7 @@ from fedstill.running.selection import selection_of
 from fedstill.running.split_file import StoredSplit, restore_split, write_split
 from fedstill.running.standardisation import run_sums, sums_work
 from fedstill.running.trackers import Named, Track, Tracking
+from fedstill.running.world import first_state
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
@@ -331,7 +332,7 @@ class Driver:
         method, world = self.context.method, self.context.world
         with in_hook(method, "initial_state", "before round 1"):
             state = checked_return(
-                method.initial_state(world), State, method.initial_state, "a State"
+                first_state(method, world), State, method.initial_state, "a State"
             )
         self._write_start()
         with self._evaluation_draws(0):

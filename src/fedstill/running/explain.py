@@ -35,6 +35,7 @@ from fedstill.running.evaluation import client_predictors_of
 from fedstill.running.extensions import run_extensions
 from fedstill.running.model_files import inputs_description
 from fedstill.running.preparation import Prepared, suited_engine_of
+from fedstill.running.world import first_state
 
 BYTES_PER_PARAMETER = 4
 """Models are stored as float32."""
@@ -78,7 +79,7 @@ def round_work(prepared: Prepared) -> RoundWork:
     """
     settings = prepared.settings
     world = prepared.world
-    state = settings.method.initial_state(world)
+    state = first_state(settings.method, world)
     hooks = run_extensions(prepared).round_hooks
 
     clients: set[int] = set()
@@ -174,7 +175,7 @@ class _UpdateSizes:
     def __init__(self, prepared: Prepared) -> None:
         self.schedule = prepared.settings.schedule
         self.world = prepared.world
-        self.state = prepared.settings.method.initial_state(prepared.world)
+        self.state = first_state(prepared.settings.method, prepared.world)
         self.hooks = run_extensions(prepared).round_hooks
         self._by_client: dict[tuple[int, str], int] = {}
         self._by_form: dict[Hashable, int] = {}
@@ -361,7 +362,7 @@ def _answer_text(method: Method, world: World) -> str:
     """Which model is the clients' answer, according to the method in its initial state."""
     if method.personal:
         return f"each client's own model, after {' or '.join(sorted(method.personal))}"
-    state = method.initial_state(world)
+    state = first_state(method, world)
     predictors = method.predictors(state, world)
     if not client_predictors_of(method, predictors, state, world):
         return "the server's"

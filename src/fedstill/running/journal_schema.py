@@ -51,7 +51,8 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 MeanCount = Annotated[float, Field(ge=0, le=MAX_COUNT)]
 """A count, or the mean of counts over clients."""
 
-Share = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1 + 1e-9)]
+"""A share; versions until 0.2.0 wrote some that are above 1 by rounding."""
 
 Shares = list[Share | None]
 """A share for each class, None for a class without test examples."""
@@ -391,7 +392,7 @@ class JournalChecker:
         self._tasks: list[list[int]] = []
         self._has_started = False
         self._last_round = 0
-        self._task_ends: list[int] = []
+        self._last_task = -1
 
     def problem(self, event: Event) -> str:
         """What is wrong with the next event; empty if nothing is."""
@@ -468,13 +469,10 @@ class JournalChecker:
 
     def _problem_of_task(self, event: Event) -> str:
         """Why the end of a task does not belong to the run's stream; empty if it does."""
-        # Without a model of the server before round 1 there is no end of task 0.
-        expected = [0, 1]
-        if self._task_ends:
-            expected = [self._task_ends[-1] + 1]
-        if event["task"] not in expected:
-            return f"the end of task {event['task']} does not follow that of {expected[0] - 1}"
-        self._task_ends.append(event["task"])
+        # The end of a task at which no model was tested is missing. Task 0 is the untrained model.
+        if not self._last_task < event["task"] <= len(self._tasks):
+            return f"the end of task {event['task']} does not follow that of {self._last_task}"
+        self._last_task = event["task"]
         if len(event["row"]) != len(self._tasks):
             return f"row does not have {len(self._tasks)} tasks"
         correct = event.get("correct") or []
@@ -483,7 +481,7 @@ class JournalChecker:
             return "correct and totals are not of the same test sets"
         if any(len(row) != self.classes for row in (*correct, *totals)):
             return f"correct and totals do not have {self.classes} classes"
-        if not correct and not event.get("clients"):
+        if not correct and "clients" not in event:
             return "neither the server's counts nor those of sites are in it"
         return ""
 

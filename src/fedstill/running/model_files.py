@@ -229,7 +229,8 @@ def start_model_of(
     """
     expected = contract.initial(spec, 0)
     added = {name: value for name, value in expected.items() if is_added(spec, name)}
-    stored = {**added, **_stored(file_of(source))}
+    in_file = _stored(file_of(source))
+    stored = {**added, **in_file}
     misfits = _misfits(stored, expected)
     if not misfits:
         return StartModel({name: stored[name] for name in expected})
@@ -240,12 +241,13 @@ def start_model_of(
             f"{_form(stored.get(name))}, not {_form(expected.get(name))}; set [model] to the "
             "network of that model, or start_from_partial = true to use the entries that match"
         )
+    misfits = _misfits(in_file, expected)
     new = tuple(name for name in expected if name in misfits)
-    left_out = tuple(name for name in stored if name in misfits)
+    left_out = tuple(name for name in in_file if name in misfits)
     if len(new) == len(expected):
         raise ConfigError(
             f"start_from = {source!r}: no entry matches {spec} in name, shape and type; the file "
-            f"has {', '.join(list(stored)[:3])}, the network {', '.join(list(expected)[:3])}"
+            f"has {', '.join(list(in_file)[:3])}, the network {', '.join(list(expected)[:3])}"
         )
     initial = drawn()
     params = {}

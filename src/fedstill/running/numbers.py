@@ -368,12 +368,24 @@ class RunNumbers:
         return {number: row[1:] for number, row in rows.items()}
 
     @functools.cached_property
+    def task_rows(self) -> Values:
+        """The accuracy matrix, (T', T): a row for the end of each task up to the last one that has
+        ended. NaN where no model was tested.
+        """
+        ends = [event for event in self._events.get("task", ()) if event["task"] > 0]
+        if not ends:
+            return np.empty((0, 0))
+        rows = np.full((ends[-1]["task"], len(ends[-1]["row"])), np.nan)
+        for event in ends:
+            rows[event["task"] - 1] = np.array(event["row"], np.float64)
+        return rows
+
+    @functools.cached_property
     def over_tasks(self) -> dict[str, float | None]:
         """The numbers of the run's accuracy matrix, (T, T); empty before the end of a task."""
-        ends = [row for number, row in self.task_accuracy().items() if number > 0]
-        if not ends:
+        rows = self.task_rows
+        if not len(rows):
             return {}
-        rows = np.array(ends, np.float64)
         numbers = {
             "final_accuracy": tasks.final_accuracy(rows),
             "incremental_accuracy": tasks.incremental_accuracy(rows),

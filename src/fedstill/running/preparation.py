@@ -69,6 +69,7 @@ from fedstill.running.standardisation import UNSCALED, Moments, Scaler
 from fedstill.running.world import (
     ENGINES,
     RunWorld,
+    first_state,
     with_extensions,
     with_start_model,
     work_of_stages,
@@ -333,8 +334,8 @@ def _method_obstacle(prepared: Prepared, engine: SerialEngine) -> str:
     trial = _StackTrial(engine)
     context = run_context(prepared, trial)
     try:
+        state = replace(first_state(prepared.settings.method, world), round=1)
         with drawing_from(seed_for(world.seed, 0, 0, SERVER, "run")):
-            state = replace(prepared.settings.method.initial_state(world), round=1)
             run_round(state, context.schedule(1, world), context)
     # The run reports mistakes in the method, with better messages. After the trial, a method may
     # also fail because it needs the replies of clients that were idle.

@@ -28,6 +28,7 @@ from fedstill.running.directory import settings_of
 from fedstill.running.extensions import Extensions, run_context, run_extensions
 from fedstill.running.journal import CONFIG, JOURNAL, STOP_REASON, read_journal
 from fedstill.running.preparation import Prepared, prepare_again
+from fedstill.running.world import first_state
 
 # ---- rounds with other clients -------------------------------------------------------------------
 
@@ -156,7 +157,7 @@ class Replay:
         if self.restored is not None:
             return self.restored.state
         settings = self.prepared.settings
-        state = settings.method.initial_state(self.prepared.world)
+        state = first_state(settings.method, self.prepared.world)
         stages = settings.schedule(0, self.prepared.world)
         if not stages:
             return state

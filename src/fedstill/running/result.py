@@ -346,17 +346,22 @@ QUERIED = (*(f"query_{name}" for name in QUERY_MEASURES), UNTAUGHT)
 PERSONAL = ("personal_accuracy", "personal_accuracy_std", "personal_forgetting", "personal_clients")
 """Fields of the summary of a run whose clients have their own models."""
 
-LAST_ROUND_FIELDS = (
-    *QUERIED,
-    *PERSONAL,
+OWN_TESTS = (
     "own_test_accuracy",
     "own_test_worst",
     "own_test_weighted",
     "own_test_by_client",
-    *RECORDED,
     *(f"own_test_{metric}" for metric in METRICS),
     *(f"own_test_{metric}_by_client" for metric in METRICS),
     "own_test_confusions",
+)
+"""Fields of the summary of a run whose clients have test sets of their own."""
+
+LAST_ROUND_FIELDS = (
+    *QUERIED,
+    *PERSONAL,
+    *OWN_TESTS,
+    *RECORDED,
     "private_by_client",
     "public_by_client",
     "server_public_accuracy",
@@ -381,8 +386,9 @@ def summary_from_journal(events: Sequence[Event]) -> dict[str, Any]:
     selection = selection_summary(start, numbers, stop_reason)
 
     if stop_reason:
-        # Measures are taken in the last planned round, which a run that stops early does not reach.
-        last_round = {**_last_personal(rounds), **last_round}
+        # Measures and tests are taken in the last planned round, which a run that stops early does
+        # not reach.
+        last_round = {**_latest(rounds, PERSONAL), **_latest(rounds, OWN_TESTS), **last_round}
     last_fields = {key: last_round[key] for key in LAST_ROUND_FIELDS if key in last_round}
     return {
         "accuracy": summary.get("accuracy"),
@@ -398,11 +404,11 @@ def summary_from_journal(events: Sequence[Event]) -> dict[str, Any]:
     }
 
 
-def _last_personal(rounds: Sequence[Event]) -> dict[str, Any]:
-    """The latest numbers about the clients' own models; empty if they were not measured."""
+def _latest(rounds: Sequence[Event], fields: Sequence[str]) -> dict[str, Any]:
+    """These fields of the latest round that has the first one; empty if no round has it."""
     for event in reversed(rounds):
-        if "personal_clients" in event:
-            return {key: event[key] for key in PERSONAL}
+        if fields[0] in event:
+            return {key: event[key] for key in fields if key in event}
     return {}
 
 

@@ -107,6 +107,7 @@ def code_digests(settings: Settings, *, modules: bool = True) -> dict[str, str]:
     """
     named = settings.named
     names = [named.method.name, named.model.name, named.partition.name, named.topology.name]
+    names.append(named.stream.name)
     names += [settings.data.public_from, *settings.measure]
     # A field of a network can name another network, and so can a table of a client's network.
     backbone = dict(settings.data.features_of or {})

@@ -14,8 +14,9 @@ from torch import Tensor
 from fedstill import manifest
 from fedstill.config.settings import Settings
 from fedstill.core.errors import ConfigError
-from fedstill.core.keys import seed_for
-from fedstill.core.records import SERVER, ModelSpec, Plan, Tensors, matches
+from fedstill.core.keys import drawing_from, seed_for
+from fedstill.core.method import Method
+from fedstill.core.records import SERVER, ModelSpec, Plan, State, Tensors, World, matches
 from fedstill.core.stream import ONE_TASK, Stream
 from fedstill.data.views import SiteViews
 from fedstill.engines.pooled import PooledEngine
@@ -27,6 +28,14 @@ from fedstill.models.predictors import predictor
 from fedstill.running.model_files import StartModel, sent_start_model, start_model_of
 
 T = TypeVar("T")
+
+
+def first_state(method: Method, world: World) -> State:
+    """The state before round 1. Random numbers are drawn from the run's seed by key, so that a
+    resumed run and a replay begin with the same state.
+    """
+    with drawing_from(seed_for(world.seed, 0, 0, SERVER, "run")):
+        return method.initial_state(world)
 
 
 @dataclass(frozen=True)

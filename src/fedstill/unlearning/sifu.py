@@ -46,6 +46,7 @@ from fedstill.core.rounds import ANSWERED
 from fedstill.models.contract import trainable_names
 from fedstill.running.checkpoint import Restored
 from fedstill.running.preparation import Prepared
+from fedstill.running.world import first_state
 from fedstill.unlearning.gradient_ascent import distance
 from fedstill.unlearning.request import UnlearningRequest
 from fedstill.unlearning.strategy import (
@@ -87,7 +88,7 @@ class Sifu(Strategy):
                 "states from round to round; use another --strategy"
             )
         trained = trainable_names(original.prepared.world.model(SERVER))
-        initial = original.settings.method.initial_state(original.prepared.world).params
+        initial = first_state(original.settings.method, original.prepared.world).params
         for name, value in original.final_state.params.items():
             if name not in trained and not torch.equal(value, initial[name]):
                 raise IncompatibleMethod(
@@ -200,7 +201,7 @@ def _state_after(original: OriginalRun, round: int) -> State:
         restored = _checkpoint_after(original, round)
         if restored is not None:
             return restored.state
-    return original.settings.method.initial_state(original.prepared.world)
+    return first_state(original.settings.method, original.prepared.world)
 
 
 def _events_through(original: OriginalRun, round: int) -> list[Event]:

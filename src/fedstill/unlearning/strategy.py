@@ -34,6 +34,7 @@ from fedstill.running.extensions import run_context
 from fedstill.running.journal import JOURNAL, STOP_REASON, is_finished, read_journal
 from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.replay import Without, checkpoints_of
+from fedstill.running.world import first_state
 from fedstill.unlearning.request import UnlearningRequest, UnlearningTable
 
 TRAIN = "train"
@@ -182,7 +183,7 @@ def repeated_stages(original: OriginalRun) -> Iterator[StageResult]:
     }
     recorder = _Results()
     context = run_context(prepared, KeptReplies(updates), recorder)
-    state = replace(settings.method.initial_state(prepared.world), round=1)
+    state = replace(first_state(settings.method, prepared.world), round=1)
     for round in range(1, original.last_round + 1):
         state = run_round(state, settings.schedule(round, prepared.world), context)
         yield from recorder.results
