@@ -53,6 +53,14 @@ def problem(text: str, folder: Path, *overrides: str) -> str:
             "[plan]\nclients = 3",
             "unknown key 'plan.clients'; did you mean 'topology.clients'?",
         ),
+        (
+            "[topology]\nclient = 5",
+            "unknown key 'topology.client'; did you mean 'topology.clients'?",
+        ),
+        (
+            "[partition]\nclient = 5",
+            "unknown key 'partition.client'; did you mean 'partition.clients'?",
+        ),
         ("[data]\nalpha = 0.3", "unknown key 'data.alpha'; did you mean 'partition.alpha'?"),
         ("[data]\nquorum = 0.3", "unknown key 'data.quorum'; did you mean 'clients.quorum'?"),
         ("[data]\nmethod = 'fedavg'", "unknown key 'data.method'; did you mean 'method.name'?"),

@@ -18,7 +18,7 @@ from fedstill import manifest
 from fedstill.config.data_table import ALL_DEFAULT_MODELS
 from fedstill.config.experiment import KEYS, Experiment, from_tree
 from fedstill.config.named_tables import NAME_KEYS, NAMED, schema_of_name
-from fedstill.config.overrides import COMMAND_LINE
+from fedstill.config.overrides import COMMAND_LINE, COMMON_FIELDS
 from fedstill.config.tables import StreamTable, TopKeys, record_tables
 from fedstill.config.validation import WrongConfig, keys_of, schema_of_record
 from fedstill.core import registry
@@ -294,10 +294,10 @@ class UnknownKey:
             return keys_of(schema_of_record(Plan))
         if table in record_tables():
             return keys_of(record_tables()[table])
-        fields = _fields_of(table, self._object_name, self._base)
-        if table == "stream":
-            return [*fields, *keys_of(StreamTable)]
-        return fields
+        return [
+            *_fields_of(table, self._object_name, self._base),
+            *COMMON_FIELDS.get(table, ()),
+        ]
 
     @cached_property
     def _object_name(self) -> str:
