@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fedstill
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.running.journal import read_journal
+from fedstill.running.runner import dataset_of
 
 N = 90
 LABELS = np.arange(N) % 3
@@ -139,3 +140,11 @@ def test_what_is_no_data_is_refused_before_there_is_a_directory(tmp_path: Path) 
     with pytest.raises(ConfigError, match="tokenizer"):
         fedstill.run(experiment({"tokenizer": "bytes"}), tmp_path / "run", data=vectors())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_column_of_owners_is_refused_for_data_by_client() -> None:
+    clients = {"north": rows()[::2], "south": rows()[1::2]}
+    column = {"partition": {"kind": "column", "column": "hospital"}}
+    with pytest.raises(ConfigError) as caught:
+        dataset_of(experiment(TABLE, **column), clients)
+    assert "partition.column" in str(caught.value)

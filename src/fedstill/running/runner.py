@@ -12,7 +12,9 @@ from fedstill.config.data_table import DEFAULT_MODELS
 from fedstill.config.experiment import Experiment, check_is_experiment
 from fedstill.config.resolve import resolve
 from fedstill.config.settings import Settings
+from fedstill.config.validation import wrong_value
 from fedstill.core.errors import ConfigError
+from fedstill.core.fields import value_text
 from fedstill.core.files import named_path, sweep, write_whole
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.process_settings import process_settings
@@ -64,11 +66,20 @@ UNNAMED = "data"
 def dataset_of(experiment: Experiment, data: object) -> Dataset:
     """Data in memory as a data set, read as the experiment's ``[data]`` says.
 
-    Raises ConfigError for objects that are no data, and DataError as ``from_python`` does.
+    Raises ConfigError for objects that are no data, and for a column of owners in data by client,
+    and DataError as ``from_python`` does.
     """
     if isinstance(data, Dataset):
         return data
     check_is_experiment(experiment)
+    # The config of a run on such data has the column that with_data sets.
+    column = experiment.table("partition").get("column", OWNER)
+    if is_by_client(data) and column != OWNER:
+        raise wrong_value(
+            "partition.column",
+            f"= {value_text(column)}, but the keys of data are the clients",
+            "remove it",
+        )
     name = experiment.table("data").get("name", UNNAMED)
     return read_in_memory(resolve(experiment.with_values({"data.name": name}, "Python")), data)
 
