@@ -4,8 +4,10 @@ no tests.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,13 +18,16 @@ import fedstill
 import toys
 from fedstill.cli import call
 from fedstill.config.resolve import resolve
+from fedstill.config.validation import WrongConfig
 from fedstill.core.errors import DataError, InfeasiblePartition, UnknownName
+from fedstill.core.records import Plan
 from fedstill.core.registry import lookup
 from fedstill.data.dataset import Dataset
 from fedstill.data.partition.rules import check_enough_examples
 from fedstill.data.sources import load_dataset
+from fedstill.methods.fedavg import FedAvg
 from fedstill.running.preparation import prepare
-from fedstill.running.setting_warnings import setting_warnings
+from fedstill.running.setting_warnings import ineffective_plan_keys, setting_warnings
 
 NAMES = ("ant", "bee", "cat", "dog")
 
@@ -156,3 +161,62 @@ def test_a_rate_of_sgd_that_reaches_a_stage_of_adam_is_said() -> None:
     assert "plan.finetune.optimiser = 'sgd'" in said
     assert _said(data, method="ft_fedavg", plan={"lr": 0.005}) == []
     assert _said(data, method="ft_fedavg", plan={"lr": 0.05, "optimiser": "sgd"}) == []
+
+
+ADAM = {"optimiser": "adam"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "key"),
+    [
+        ({**ADAM, "momentum": 0.5}, "momentum"),
+        ({"lr_end": 0.1}, "lr_end"),
+        ({"lr_rounds": 4}, "lr_rounds"),
+        ({"lr_schedule": "step", "lr_decay": 0.5, "lr_end": 0.1}, "lr_end"),
+        ({"lr_schedule": "cosine", "lr_decay": 0.5}, "lr_decay"),
+    ],
+)
+def test_values_of_a_plan_without_effect_are_named(plan: dict[str, object], key: str) -> None:
+    (warning,) = _said(_data([0, 1, 2, 3], [0, 1, 2, 3]), plan=plan)
+    assert f"plan.train.{key} = {plan[key]}" in warning
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {**ADAM, "momentum": 0.0},
+        {"lr_schedule": "cosine", "lr_end": 0.1, "lr_rounds": 4},
+        {"lr_schedule": "cosine"},
+        {"lr_schedule": "step", "lr_decay": 0.5, "lr_step": 2},
+        {"momentum": 0.9},
+    ],
+)
+def test_values_of_a_plan_with_an_effect_cause_no_warning(plan: dict[str, object]) -> None:
+    assert _said(_data([0, 1, 2, 3], [0, 1, 2, 3]), plan=plan) == []
+
+
+@dataclass(frozen=True)
+class DecaysWithMomentum(FedAvg):
+    """FedAvg with settings of its own."""
+
+    plans: ClassVar[Mapping[str, Plan]] = {"train": Plan(momentum=0.9, lr_decay=0.99)}
+
+
+@pytest.mark.parametrize("plan", [{"lr_schedule": "cosine"}, ADAM])
+def test_values_that_a_method_sets_cause_no_warning(plan: dict[str, object]) -> None:
+    data = _data([0, 1, 2, 3], [0, 1, 2, 3])
+    assert _said(data, method=DecaysWithMomentum(), plan=plan) == []
+
+
+def test_a_value_for_all_stages_causes_no_warning_if_it_has_an_effect_in_one() -> None:
+    plans = {"first": Plan(optimiser="adam", momentum=0.9), "second": Plan(momentum=0.9)}
+    defaults = {"first": Plan(optimiser="adam"), "second": Plan()}
+    assert not list(ineffective_plan_keys(plans, defaults))
+    alone = {"first": plans["first"]}
+    assert len(list(ineffective_plan_keys(alone, defaults))) == 1
+
+
+def test_a_step_without_a_schedule_in_steps_is_refused() -> None:
+    with pytest.raises(WrongConfig) as caught:
+        resolve(toys.toy(plan={"lr_step": 3, "lr_decay": 0.5}))
+    assert caught.value.problems[0].key == "plan.train.lr_step"

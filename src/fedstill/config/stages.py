@@ -228,6 +228,12 @@ class PlanTable:
                 f"{key}.lr_schedule",
                 "= 'step' needs lr_decay below 1: what each step multiplies the rate by",
             )
+        if plan.lr_schedule != "step" and plan.lr_step not in (1, default.lr_step):
+            raise wrong_value(
+                f"{key}.lr_step",
+                f"= {plan.lr_step} needs lr_schedule = 'step'",
+                "set it, or leave lr_step out",
+            )
         if plan.lr_schedule != "cosine":
             return plan
         plan = replace(plan, lr_rounds=plan.lr_rounds or rounds)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fedstill.config.settings import Settings
+from fedstill.config.stages import default_plans
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.data.dataset import Dataset
@@ -28,6 +29,8 @@ TOO_FAST = 10
 """A learning rate is doubtful at this multiple of the method's own, if the optimiser is not SGD:
 ``[plan]`` reaches every stage, one that has Adam too.
 """
+
+DEFAULT_PLAN = Plan()
 
 MOST_NAMED = 5
 """The most classes that are named in one sentence."""
@@ -49,6 +52,8 @@ def setting_warnings(prepared: Prepared) -> Iterator[str]:
         yield from network_warnings(spec, prepared.sites)
     for stage, plan in world.plans.items():
         yield from _plan_warnings(stage, plan, settings.method)
+    defaults = default_plans(settings.method, settings.named.topology)
+    yield from ineffective_plan_keys(world.plans, defaults)
     if settings.on_sites:
         return
     yield from _missing_class_warnings(prepared.dataset)
@@ -136,6 +141,49 @@ def _plan_warnings(stage: str, plan: Plan, method: Method) -> Iterator[str]:
             f"plan.{stage}.lr = {plan.lr} is for {plan.optimiser} here, which has {default.lr} by "
             f"default; set plan.{stage}.lr, or plan.{stage}.optimiser = 'sgd'"
         )
+
+
+@dataclass(frozen=True)
+class PlanKeyCondition:
+    """A key of a plan that only has an effect with some value of another key."""
+
+    key: str
+    condition: str
+    """The other key."""
+    values: tuple[str, ...]
+    """The values of the other key with which the key has an effect."""
+
+    def has_effect(self, plan: Plan) -> bool:
+        """Whether the key has an effect in a plan."""
+        return getattr(plan, self.condition) in self.values
+
+
+PLAN_KEY_CONDITIONS = (
+    PlanKeyCondition("momentum", "optimiser", ("sgd",)),
+    PlanKeyCondition("lr_end", "lr_schedule", ("cosine",)),
+    PlanKeyCondition("lr_rounds", "lr_schedule", ("cosine",)),
+    PlanKeyCondition("lr_decay", "lr_schedule", ("constant", "step")),
+)
+
+
+def ineffective_plan_keys(plans: Mapping[str, Plan], defaults: Mapping[str, Plan]) -> Iterator[str]:
+    """Warnings about values of plans without effect, unless the method or the default sets them.
+
+    A value in ``[plan]`` reaches every stage, so it is no mistake if it has an effect in one.
+    ``defaults``: the method's own plans.
+    """
+    for rule in PLAN_KEY_CONDITIONS:
+        effective = {getattr(plan, rule.key) for plan in plans.values() if rule.has_effect(plan)}
+        for stage, plan in plans.items():
+            value = getattr(plan, rule.key)
+            unset_values = (getattr(defaults[stage], rule.key), getattr(DEFAULT_PLAN, rule.key))
+            if rule.has_effect(plan) or value in unset_values or value in effective:
+                continue
+            yield (
+                f"plan.{stage}.{rule.key} = {value} does nothing with {rule.condition} = "
+                f"{getattr(plan, rule.condition)!r}; remove it, or set {rule.condition} = "
+                f"{rule.values[0]!r}"
+            )
 
 
 def _missing_class_warnings(data: Dataset) -> Iterator[str]:
