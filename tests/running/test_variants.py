@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fedstill.cli import call
@@ -250,3 +251,16 @@ def test_a_comparison_shows_topologies_and_rounds(
     assert call(["report", "all/fedavg", "--tables", "alone"]) == 0
     table = Path("alone/results.csv").read_text(encoding="utf-8")
     assert not table.startswith("label,note,topology")
+
+
+@pytest.mark.parametrize("grid", [{"plan.lr": 0.1}, {"method": "fedavg"}, {"plan.lr": None}])
+def test_a_grid_of_a_value_that_is_no_list_is_refused(grid: dict[str, Any], tmp_path: Path) -> None:
+    (key,) = grid
+    with pytest.raises(ConfigError) as caught:
+        variants(Experiment(), tmp_path, grid=grid)
+    assert key in str(caught.value)
+    assert "list" in str(caught.value)
+
+
+def test_a_grid_may_be_an_array(tmp_path: Path) -> None:
+    assert len(variants(Experiment(), tmp_path, grid={"plan.lr": np.array([0.1, 0.2])})) == 2

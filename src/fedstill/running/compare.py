@@ -11,7 +11,7 @@ import os
 import signal
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -32,6 +32,7 @@ from fedstill.config.settings import PEERS, Settings
 from fedstill.config.validation import keys_of
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, CorruptFile, FedstillError, Interrupted, RunExists
+from fedstill.core.fields import value_text
 from fedstill.core.files import digest, open_to_read
 from fedstill.core.user_modules import split_name
 from fedstill.data.dataset import Dataset, examples_digest
@@ -95,6 +96,11 @@ def variants(
     check_is_experiment(experiment)
     grid = grid or {}
     for key, values in grid.items():
+        if isinstance(values, str) or not isinstance(values, Collection):
+            raise ConfigError(
+                f"the grid has {value_text(values)} for {key}, which is no list of values; write "
+                f"{{{key!r}: [{value_text(values)}]}}"
+            )
         if not len(values):
             raise ConfigError(f"the grid names no values of {key}, e.g. --grid {key}=0.1,1")
     runs = []
