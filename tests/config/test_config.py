@@ -306,3 +306,13 @@ def test_another_data_set_keeps_the_other_keys_of_its_table(
     data = resolve(in_file(text, tmp_path, f"{name}=mnist", "data.public=8")).data
     assert (data.name, data.public) == ("mnist", 8)
     assert (data.train_size, data.test_size) == ((90, 60) if text == NAMED_FIELDS else (0, 0))
+
+
+@pytest.mark.parametrize("key", ["grid", "deadline"])
+def test_settings_of_flower_are_refused_for_other_engines(key: str) -> None:
+    value = {"grid": "ray", "deadline": 9.0}[key]
+    with pytest.raises(WrongConfig) as caught:
+        resolve(toys.toy(engine="serial", flower={key: value}))
+    assert [problem.key for problem in caught.value.problems] == [f"flower.{key}"]
+    resolve(toys.toy(engine="flower", flower={"deadline": 9.0}))
+    resolve(toys.toy(engine="serial", flower={"grid": "loopback", "deadline": 600.0}))

@@ -29,7 +29,7 @@ from fedstill.config.tables import (
 from fedstill.config.validation import wrong_value
 from fedstill.continual.task_test import HELD_OUT_TEST
 from fedstill.core.errors import ConfigError
-from fedstill.core.fields import Count, as_table
+from fedstill.core.fields import Count, as_table, value_text
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.core.registry import LIVE
@@ -238,6 +238,15 @@ def _check_processes(settings: Settings, device: str) -> None:
             f"has no effect with engine = {settings.engine!r}, which trains in this process",
             "set engine = 'flower', or remove it",
         )
+    for key in ("grid", "deadline"):
+        value = getattr(settings.flower, key)
+        if settings.engine != "flower" and value != getattr(FlowerTable(), key):
+            raise wrong_value(
+                f"flower.{key}",
+                f"= {value_text(value)} has no effect with engine = {settings.engine!r}, which "
+                "trains in this process",
+                "set engine = 'flower', or remove it",
+            )
     if device == "auto" and settings.is_deployed:
         raise wrong_value(
             "device",
