@@ -94,7 +94,7 @@ def read_data_file(name: str, path: Path, request: ReadRequest) -> Decoded:
     def read() -> Decoded:
         if has_suffix(path, TABLE_SUFFIXES):
             return read_table_files(path.parent, {"train": [path]}, request)
-        check_images_only(str(path), request.options)
+        check_images_only(str(path), request)
         check_not_encoded(str(path), request)
         return read_npz(path)
 
@@ -156,7 +156,7 @@ def _decoded_images(place: Path, files: Sequence[Path], request: ReadRequest) ->
 
     Raises DataError if there are several NPZ archives.
     """
-    check_images_only(str(place), request.options)
+    check_images_only(str(place), request)
     archives = [path for path in files if path.parent == place and has_suffix(path, {".npz"})]
     if not is_idx(place) and not archives:
         return read_image_folder(place, files, request)

@@ -57,6 +57,7 @@ from fedstill.data.sources.images import (
 from fedstill.data.sources.schema import (
     check_owner,
     image_columns,
+    image_keys,
     label_column,
     no_column,
 )
@@ -64,6 +65,7 @@ from fedstill.data.sources.tables import (
     CsvFrame,
     ImageFrame,
     LabelledImage,
+    check_image_type,
     with_missing,
 )
 from fedstill.data.sources.verification import (
@@ -160,6 +162,10 @@ def read_frames(
     schema = schema_of_frames(source, frames, request)
     if schema is not None:
         check_not_encoded(source, request)
+        if request.broken != "refuse":
+            raise DataError(
+                f"data.broken is only for images, which {source} does not hold; remove it"
+            )
         return encode_frames(source, frames, schema)
 
     image_frames: dict[str, ImageFrame] = {}
@@ -167,9 +173,7 @@ def read_frames(
     labels = {}
     for split, frame in frames.items():
         if isinstance(frame, CsvFrame):
-            raise DataError(
-                f"{source}: a CSV file holds no images; remove data.image_column and data.kind"
-            )
+            raise DataError(f"{source}: a CSV file holds no images; remove {image_keys(request)}")
         check_owner(source, frame.schema.names, request.options)
         image_frames[split] = frame
         images[split] = _image_column(source, frame.schema, request)
@@ -200,15 +204,20 @@ def _image_column(source: str, schema: pa.Schema, request: ReadRequest) -> str:
         name = candidates[0]
     if name is None or name not in schema.names:
         raise DataError(no_column(source, "image", name, schema.names))
+    check_image_type(source, name, schema.field(name).type)
     return name
 
 
 def check_not_encoded(source: str, request: ReadRequest) -> None:
-    """Raise DataError if ``data.mode`` is set although the data are not encoded images."""
-    if request.mode is not None:
-        raise DataError(
-            f"data.mode is only for encoded images, which {source} does not hold; remove it"
-        )
+    """Raise DataError if keys on the decoding of images are set although the data are not encoded
+    images.
+    """
+    values = {"data.mode": request.mode, "data.size": request.size}
+    for key, value in values.items():
+        if value is not None:
+            raise DataError(
+                f"{key} is only for encoded images, which {source} does not hold; remove it"
+            )
 
 
 # Images in folders named after their class.

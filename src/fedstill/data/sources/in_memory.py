@@ -39,7 +39,7 @@ from fedstill.data.sources.files import SPLITS, BySplit, names_by_split, split_o
 from fedstill.data.sources.image_sets import read_frames
 from fedstill.data.sources.load import FIELDS, ROWS_AT_ONCE, request_of_fields
 from fedstill.data.sources.schema import class_names, index_columns
-from fedstill.data.sources.tables import LabelledImage, with_normal_names
+from fedstill.data.sources.tables import LabelledImage, encoded_image, with_normal_names
 from fedstill.data.sources.tensors import (
     ItemsRead,
     Pair,
@@ -292,8 +292,10 @@ class ArrowFrame:
 
     def labelled_images(self, image: str, label: str) -> Iterator[LabelledImage]:
         """Each row's encoded image and label."""
+        image_type = self.schema.field(image).type
         for batch in self.table.select([image, label]).to_batches(ROWS_AT_ONCE):
-            images = batch.column(image).to_pylist()
+            stored_images = batch.column(image).to_pylist()
+            images = [encoded_image(value, image_type) for value in stored_images]
             labels = batch.column(label).to_pylist()
             yield from starmap(LabelledImage, zip(images, labels, strict=True))
 

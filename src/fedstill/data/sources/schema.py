@@ -14,7 +14,14 @@ import pyarrow.compute as pc
 
 from fedstill.core.errors import DataError
 from fedstill.core.fields import nfc
-from fedstill.data.dataset import FILE, Kind, ReadingOptions, ReadRequest, shortened_list
+from fedstill.data.dataset import (
+    FILE,
+    PLURALS,
+    Kind,
+    ReadingOptions,
+    ReadRequest,
+    shortened_list,
+)
 
 # Types of columns.
 
@@ -336,13 +343,14 @@ def table_schema(
     """
     options = request.options
     if _are_images(schema, request):
-        check_images_only(source, options)
+        check_images_only(source, request)
         return None
     _check_extra_columns(source, schema, options)
     label = label_column(source, schema, request)
     candidates = _candidates(source, schema, options, label)
     _check_strays(schema, options, options.columns or list(candidates.types))
     resolved = candidates.resolved(options, categories)
+    _check_text_options(source, resolved)
     chosen = bool(options.columns or options.input)
     index = index_columns(schema)
     return TableSchema(
@@ -363,20 +371,65 @@ def _are_images(schema: pa.Schema, request: ReadRequest) -> bool:
     return options.kind == "auto" and not has_input and bool(image_columns(schema))
 
 
-def check_images_only(source: str, options: ReadingOptions) -> None:
+def check_images_only(source: str, request: ReadRequest) -> None:
     """Raise DataError for options of tables, texts or lists if the data are images."""
+    options = request.options
     keys = {
         "data.columns": options.columns,
         "data.categorical": options.categorical,
         "data.input_column": options.input,
         f"data.kind = {options.kind!r}": options.kind not in ("auto", "image"),
         "data.split_column": options.split_column,
+        **_text_keys(options),
+        "data.length": options.length,
     }
     key = next((key for key, value in keys.items() if value), "")
+    if not key:
+        return
+    cause = image_keys(request)
+    if cause:
+        raise DataError(
+            f"{source}: {cause} says that it holds images, but {key} is for other data; remove one "
+            "of them"
+        )
+    raise DataError(
+        f"{source} holds images, but {key} is for other data; remove it, or name a file with "
+        "columns"
+    )
+
+
+def image_keys(request: ReadRequest) -> str:
+    """The keys that say that data are images; empty if none is set."""
+    keys = {
+        "data.image_column": bool(request.image),
+        "data.kind = 'image'": request.options.kind == "image",
+    }
+    return " and ".join(key for key, is_set in keys.items() if is_set)
+
+
+def _text_keys(options: ReadingOptions) -> dict[str, bool]:
+    """Whether the keys of texts have other values than the defaults."""
+    return {
+        f"data.tokenizer = {options.tokenizer!r}": options.tokenizer != ReadingOptions.tokenizer,
+        f"data.vocabulary = {options.vocabulary}": options.vocabulary != ReadingOptions.vocabulary,
+    }
+
+
+def _check_text_options(source: str, options: ReadingOptions) -> None:
+    """Raise DataError for options of texts and series that do not apply to the kind of the data."""
+    keys = {"data.length": options.length and options.kind not in ("text", "series")}
+    if options.kind != "text":
+        keys |= _text_keys(options)
+    key = next((key for key, is_set in keys.items() if is_set), "")
     if key:
         raise DataError(
-            f"{source} holds images, but {key} is for other data; remove it, or name a file "
-            "with columns"
+            f"{source} holds {PLURALS[options.kind]}, to which {key} does not apply; remove it"
+        )
+    has_vocabulary = options.vocabulary != ReadingOptions.vocabulary
+    if has_vocabulary and options.tokenizer != ReadingOptions.tokenizer:
+        raise DataError(
+            f"data.vocabulary = {options.vocabulary} is the number of token ids of the tokenizer "
+            f"'words', and data.tokenizer = {options.tokenizer!r} has its own; remove one of them"
         )
 
 
@@ -462,11 +515,7 @@ class _CandidateColumns:
         Raises DataError if no rule applies, and for a column of a table without numbers.
         """
         if options.columns or options.categorical or options.kind == "table":
-            if options.kind not in ("auto", "table") or options.input:
-                raise DataError(
-                    f"{self.source}: data.columns and data.categorical are for tables; remove them "
-                    "or data.kind"
-                )
+            self._check_table_keys(options)
             return self._with_columns(options)
 
         if options.input:
@@ -487,6 +536,26 @@ class _CandidateColumns:
         if numbers and not texts and not lists:
             return self._with_columns(options)
         raise DataError(self._unclear(texts, numbers, categories))
+
+    def _check_table_keys(self, options: ReadingOptions) -> None:
+        """Raise DataError if a table is requested, and data of another kind, too."""
+        other_keys = {
+            "data.input_column": options.input,
+            f"data.kind = {options.kind!r}": options.kind not in ("auto", "table"),
+        }
+        other_key = next((key for key, value in other_keys.items() if value), "")
+        if not other_key:
+            return
+        table_keys = {
+            "data.columns": options.columns,
+            "data.categorical": options.categorical,
+            "data.kind = 'table'": options.kind == "table",
+        }
+        table_key = next(key for key, value in table_keys.items() if value)
+        raise DataError(
+            f"{self.source}: {table_key} is for tables, and {other_key} for other data; remove one "
+            "of them"
+        )
 
     @cached_property
     def _by_kind(self) -> dict[Kind, list[str]]:

@@ -449,9 +449,7 @@ def _labelled_images(source: ParquetSource, image: str, label: str) -> Iterator[
     unpacked = 0
     with source.opened() as file:
         for batch in file.iter_batches(batch_size=batch_size, columns=names, use_threads=False):
-            images = [
-                _encoded_image(value, image_type) for value in batch.column(image).to_pylist()
-            ]
+            images = [encoded_image(value, image_type) for value in batch.column(image).to_pylist()]
             labels = batch.column(label).to_pylist()
             count += len(images)
             unpacked += sum(len((encoded or {}).get("bytes") or b"") for encoded in images)
@@ -460,7 +458,7 @@ def _labelled_images(source: ParquetSource, image: str, label: str) -> Iterator[
     source.check_row_count(count)
 
 
-def _encoded_image(value: Any, arrow_type: pa.DataType) -> dict[str, Any] | None:
+def encoded_image(value: Any, arrow_type: pa.DataType) -> dict[str, Any] | None:
     """An image as {"bytes": …} or {"path": …}, from a column of records, bytes or paths."""
     if value is None or pa.types.is_struct(arrow_type):
         return value  # type: ignore[no-any-return]
@@ -475,22 +473,32 @@ def _image_parts(source: ParquetSource, name: str) -> list[str]:
     Raises DataError for other types.
     """
     arrow_type = source.column_type(name)
+    check_image_type(str(source.path), name, arrow_type)
     if pa.types.is_struct(arrow_type):
-        fields = [arrow_type.field(index) for index in range(arrow_type.num_fields)]
-        parts = [
-            field.name
-            for field in fields
-            if field.name in ("bytes", "path")
-            and (holds_bytes(field.type) or holds_text(field.type))
-        ]
-        if parts:
-            return [f"{name}.{part}" for part in parts]
-    elif holds_bytes(arrow_type) or holds_text(arrow_type):
-        return [name]
-    raise DataError(
-        f"{source.path}: column {name!r} holds {str(arrow_type)[:100]}, not encoded images; write "
-        "the file again with encoded images"
-    )
+        return [f"{name}.{part}" for part in _parts_of_images(arrow_type)]
+    return [name]
+
+
+def check_image_type(source: str, name: str, arrow_type: pa.DataType) -> None:
+    """Raise DataError for a column that holds neither encoded images nor the paths of images."""
+    is_readable = holds_bytes(arrow_type) or holds_text(arrow_type)
+    if pa.types.is_struct(arrow_type):
+        is_readable = bool(_parts_of_images(arrow_type))
+    if not is_readable:
+        raise DataError(
+            f"{source}: column {name!r} holds {str(arrow_type)[:100]}, not encoded images; write "
+            "the data again with encoded images, or correct data.image_column"
+        )
+
+
+def _parts_of_images(arrow_type: pa.StructType) -> list[str]:
+    """The parts of a column of records that images are read from: bytes, or paths of files."""
+    fields = [arrow_type.field(index) for index in range(arrow_type.num_fields)]
+    return [
+        field.name
+        for field in fields
+        if field.name in ("bytes", "path") and (holds_bytes(field.type) or holds_text(field.type))
+    ]
 
 
 def _check_label_column(source: ParquetSource, name: str) -> None:

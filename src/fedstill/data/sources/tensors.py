@@ -275,6 +275,8 @@ def as_array(part: str, values: object) -> NDArray[Any]:
         return np.require(values, requirements=["C", "W"])
     if not isinstance(values, Tensor):
         raise DataError(f"{part} are a {type(values).__name__}, not a tensor or a NumPy array")
+    if values.layout != torch.strided:
+        raise DataError(f"{part} are a sparse tensor; pass a dense one: tensor.to_dense()")
     tensor = values.detach().cpu()
     if tensor.dtype == torch.bfloat16:  # NumPy has no such type
         tensor = tensor.float()
