@@ -7,15 +7,16 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import toys
 from fedstill.cli import call
 from fedstill.config.experiment import Experiment, load
-from fedstill.core.errors import ConfigError
+from fedstill.core.errors import ConfigError, CorruptFile, RunExists
 from fedstill.report.setting_effects import advice, trial_table
 from fedstill.running.compare import Outcome, Variant
 from fedstill.running.tuning import Dimension, Tuning, parse_space
@@ -44,6 +45,20 @@ def pretend(runs: Sequence[Variant]) -> Sequence[Outcome]:
             (run.folder / "summary.json").write_text(json.dumps(summary))
         outcomes.append(outcome)
     return outcomes
+
+
+def succeed(runs: Sequence[Variant]) -> Sequence[Outcome]:
+    """Runs of which none fails."""
+    for run in runs:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        summary = {"mean_accuracy_last_10": 0.5 + run.settings.plans["train"].epochs / 100}
+        (run.folder / "summary.json").write_text(json.dumps(summary))
+    return [Outcome(run, 1, state="finished") for run in runs]
+
+
+def values_of(tuning: Tuning, trials: int) -> list[Mapping[str, Any]]:
+    """The values of a search's trials."""
+    return [trial.values for trial in tuning.run(trials)]
 
 
 def search(out: Path, trials: int, goal: str = "", stop_at: int = 10**9) -> Tuning:
@@ -93,6 +108,84 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
         (t.values, t.scores, t.problem) for t in whole.trials
     ]
     assert {tuple(t.values) for t in whole.trials} == {("method.beta", "plan.epochs", "model")}
+
+
+def test_it_goes_on_when_failed_trials_succeed(tmp_path: Path) -> None:
+    """As after a repeat with more memory: the folders of the trials hold runs with their values."""
+    failing = search(tmp_path, 14)
+    assert any(t.problem for t in failing.trials)
+    repeated = Tuning(COMMON, parse_space(SPACE), (100, 101), tmp_path, succeed)
+    values = values_of(repeated, 17)
+    assert values[:14] == [t.values for t in failing.trials]
+    again = Tuning(COMMON, parse_space(SPACE), (100, 101), tmp_path, succeed)
+    assert values_of(again, 17) == values
+    assert len(again.study.trials) == 17
+
+
+def test_another_search_in_the_folder_is_replaced_on_request(tmp_path: Path) -> None:
+    space = parse_space(["plan.epochs=1..5"])
+    first = values_of(Tuning(COMMON, space, (100,), tmp_path, succeed), 3)
+    wider = parse_space(["plan.epochs=6..9"])
+    with pytest.raises(RunExists, match="--overwrite"):
+        next(Tuning(COMMON, wider, (100,), tmp_path, succeed).run(3))
+    assert values_of(Tuning(COMMON, space, (100,), tmp_path, succeed), 3) == first
+    replaced = Tuning(COMMON, wider, (100,), tmp_path, succeed, overwrite=True)
+    values = values_of(replaced, 3)
+    assert all(6 <= trial["plan.epochs"] <= 9 for trial in values)
+    assert values_of(Tuning(COMMON, wider, (100,), tmp_path, succeed), 3) == values
+
+
+def test_a_space_may_be_corrected_before_the_first_trial(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="epochs"):
+        values_of(Tuning(COMMON, parse_space(["plan.epochs=-2,-1"]), (1,), tmp_path, succeed), 1)
+    corrected = Tuning(COMMON, parse_space(["plan.epochs=1,2"]), (1,), tmp_path, succeed)
+    assert len(values_of(corrected, 1)) == 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"search": {}, "proposals": [1]}'])
+def test_a_file_that_is_no_search_is_left_alone(text: str, tmp_path: Path) -> None:
+    (tmp_path / "trials.json").write_text(text)
+    with pytest.raises(CorruptFile, match="--out"):
+        search(tmp_path, 1)
+    assert (tmp_path / "trials.json").read_text() == text
+
+
+def test_the_sampler_has_the_seed_of_the_config(tmp_path: Path) -> None:
+    space = parse_space(["plan.epochs=1..1000"])
+    values = {}
+    for name, overrides in (("typed", ("seed=5",)), ("again", ("seed=5",)), ("other", ())):
+        experiment = load(None, overrides)
+        tuning = Tuning(experiment, space, (100, 101), tmp_path / name, succeed)
+        values[name] = values_of(tuning, 4)
+        assert [run.seed for run in tuning.runs(0, values[name][0])] == [100, 101]
+        _, command = advice(tuning, "", overrides).splitlines()
+        assert "seed=" not in command, "compare would refuse it beside --seeds"
+    assert values["typed"] == values["again"]
+    assert values["typed"] != values["other"]
+    with pytest.raises(ConfigError, match="seed"):
+        Tuning(load(None, ("seed=five",)), space, (100,), tmp_path / "no", succeed)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "space"),
+    [
+        (("select_on=held_out",), "plan.epochs=1,2"),
+        (("stop.patience=2",), "plan.epochs=1,2"),
+        ((), "stop.patience=2,3"),
+    ],
+)
+def test_the_score_of_the_best_round_may_be_the_goal(
+    overrides: tuple[str, ...], space: str, tmp_path: Path
+) -> None:
+    experiment = load(None, overrides)
+    tuning = Tuning(experiment, parse_space([space]), (1,), tmp_path, succeed, "best_round_score")
+    assert tuning.goal == "best_round_score"
+
+
+def test_the_score_of_the_best_round_needs_a_selection(tmp_path: Path) -> None:
+    """The goal is refused before the first trial."""
+    with pytest.raises(ConfigError, match="select_on"):
+        Tuning(COMMON, parse_space(SPACE), (1,), tmp_path, succeed, "best_round_score")
 
 
 def test_a_trial_that_fails_is_last_and_its_reason_is_shown(tmp_path: Path) -> None:
@@ -166,13 +259,27 @@ def test_the_command(
     assert "Do not report" in page
 
 
+def test_the_command_replaces_runs_with_other_settings_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small.toml").write_text(toys.SMALL)
+    words = ["tune", "small.toml", "--space", "method.beta=0.5,1.0", "--seeds", "100", "-q"]
+    words += ["--trials", "1", "--out", "out"]
+    assert call(words) == 0
+    assert call([*words, "-s", "rounds=1"]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert call([*words, "-s", "rounds=1", "--overwrite"]) == 0
+    assert json.loads(Path("out/trial000/seed100/summary.json").read_text())["rounds"] == 1
+
+
 @pytest.mark.parametrize(
     ("overrides", "space", "key"),
     [
         (("method.beta=2.0",), "method.beta=0.1..10", "method.beta"),
         (("plan={epochs=2}",), "plan.epochs=1..5", "plan.epochs"),
         ((), "seed=1,2", "seed"),
-        (("seed=3",), "plan.epochs=1..5", "seed"),
+        (("seed=3",), "seed=1,2", "seed"),
     ],
 )
 def test_a_value_that_the_search_sets_too_is_refused(

@@ -359,6 +359,7 @@ def tune_command(  # noqa: PLR0913 - the options of the command tune
     jobs: Jobs = None,
     devices: Devices = (),
     set_: Settings = (),
+    overwrite: Flag = False,
     quiet: Quiet = False,
 ) -> int:
     """Search for good values of hyper-parameters with Optuna's TPE; each trial runs all seeds.
@@ -382,6 +383,8 @@ def tune_command(  # noqa: PLR0913 - the options of the command tune
         devices: The CUDA devices over which runs with device = "cuda" are distributed, by number.
             By default, all.
         set_: A value that replaces the file's, as key=value. May be repeated.
+        overwrite: Replace another search, and runs that are damaged, or that have other settings,
+            files or data.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.config.experiment import load
@@ -405,11 +408,20 @@ def tune_command(  # noqa: PLR0913 - the options of the command tune
                 slots.jobs,
                 lambda current: progress.show([*finished, *current]),
                 cards=slots.cards,
+                overwrite=overwrite,
             )
             finished.extend(outcomes)
             return outcomes
 
-        tuning = Tuning(experiment, parse_space(space), seeds, folder, carry_out_trial, goal=goal)
+        tuning = Tuning(
+            experiment,
+            parse_space(space),
+            seeds,
+            folder,
+            carry_out_trial,
+            goal=goal,
+            overwrite=overwrite,
+        )
         for _ in tuning.run(trials):
             setting_effects.write_tuning_page(tuning, folder / "tuning.html")
 

@@ -89,7 +89,9 @@ def advice(tuning: Tuning, config: str, overrides: Sequence[str]) -> str:
     if config:
         words.append(config)
     for setting in (*overrides, *values):
-        words += ["-s", setting]
+        # The seed was the sampler's, and --seeds would contradict it.
+        if setting.partition("=")[0].strip() != "seed":
+            words += ["-s", setting]
     command = shlex.join([*words, "--seeds", seeds])
     return (
         f"trial {best.number} is the best of {len(tuning.trials)}. Its score is too optimistic, "

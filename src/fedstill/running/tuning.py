@@ -8,14 +8,16 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedstill.config.experiment import Experiment
 from fedstill.config.overrides import parse_grid
-from fedstill.core.errors import ConfigError
-from fedstill.core.files import read_file
+from fedstill.config.resolve import Parts
+from fedstill.core.errors import ConfigError, CorruptFile, RunExists
+from fedstill.core.files import make_folder, read_file, write_whole
+from fedstill.core.keys import seed_for
 from fedstill.metrics.classification import ACCURACY, METRICS, larger_is_better
 from fedstill.running.compare import Outcome, Variant, seeded
 from fedstill.running.journal import SUMMARY
@@ -152,13 +154,73 @@ class Trial:
         return statistics.fmean(self.scores.values())
 
 
+PROPOSALS = "trials.json"
+"""The file with the proposals of a search, in its folder."""
+
+
+@dataclass
+class ProposalFile:
+    """What the sampler has proposed for each trial: its parameters, as Optuna has them.
+
+    A repeated command takes the proposals from the file. The sampler would not propose them again
+    if a trial that had failed now succeeds, and the folders of trials hold runs with these values.
+
+    ``search``: what the sampler depends on besides scores, its space and its seed.
+    """
+
+    path: Path
+    search: Mapping[str, Any]
+    proposals: list[dict[str, Any]] = field(default_factory=list)
+
+    @staticmethod
+    def read(path: Path, search: Mapping[str, Any], *, overwrite: bool) -> ProposalFile:
+        """The file of a search; without proposals if there is none yet.
+
+        Raises CorruptFile for a file that has no proposals, and RunExists for the file of another
+        search, which is replaced with ``overwrite``.
+        """
+        search = _as_json(search)
+        if not path.is_file():
+            return ProposalFile(path, search)
+        try:
+            content = json.loads(read_file(path))
+            stored_search = content["search"]
+            proposals = list(map(dict, content["proposals"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptFile(
+                f"{path} is not the file of a search; choose another --out, or delete it"
+            ) from error
+        if stored_search == search:
+            return ProposalFile(path, search, proposals)
+        if not overwrite:
+            raise RunExists(
+                f"{path.parent} holds a search with another --space or seed; choose another --out, "
+                "or start again with --overwrite"
+            )
+        return ProposalFile(path, search)
+
+    def add(self, proposal: Mapping[str, Any]) -> None:
+        """Add the proposal of the next trial, and write the file."""
+        self.proposals.append(dict(proposal))
+        content = {"search": self.search, "proposals": self.proposals}
+        make_folder(self.path.parent)
+        write_whole(self.path, json.dumps(content, indent=1).encode())
+
+
+def _as_json(search: Mapping[str, Any]) -> dict[str, Any]:
+    """A search as JSON has it: lists for tuples, and texts for dates."""
+    read: dict[str, Any] = json.loads(json.dumps(search, default=str))
+    return read
+
+
 @dataclass
 class Tuning:
-    """A search, from the beginning or from where it stopped: the sampler is a function of the
+    """A search, from the beginning or from where it stopped: the samplers are a function of the
     experiment's seed.
 
-    ``do``: carries runs out, and leaves alone those that are finished. Raises ConfigError for an
-    unknown goal, and if Optuna is not installed.
+    ``do``: carries runs out, and leaves alone those that are finished. ``overwrite``: replace
+    another search in the folder. Raises ConfigError for an unknown goal, and if Optuna is not
+    installed.
     """
 
     experiment: Experiment
@@ -167,17 +229,12 @@ class Tuning:
     out: Path
     do: Callable[[Sequence[Variant]], Sequence[Outcome]]
     goal: str = ""
+    overwrite: bool = False
     trials: list[Trial] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.goal and self.goal not in GOALS:
-            raise ConfigError(f"there is no goal {self.goal!r}; choose one of {', '.join(GOALS)}")
+        self._check_goal()
         ranking = self.experiment.rank_by
-        metric = METRIC_GOALS.get(self.goal)
-        if metric is not None and metric not in (*self.experiment.metrics, ranking):
-            raise ConfigError(
-                f"--goal {self.goal}: no run records {metric}; add it with -s metrics={metric}"
-            )
         if not self.goal and self._selects_round:
             self.goal = BEST_ROUND
         if not self.goal and ranking != ACCURACY:
@@ -189,11 +246,28 @@ class Tuning:
                 f"tune needs Optuna: pip install 'fedstill[tune]' ({error})"
             ) from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        sampler = optuna.samplers.TPESampler(seed=self.experiment.seed)
+        self._seed = Parts(self.experiment).top.seed
         direction = optuna.study.StudyDirection.MAXIMIZE
         if self.is_minimised:
             direction = optuna.study.StudyDirection.MINIMIZE
-        self.study = optuna.create_study(sampler=sampler, direction=direction)
+        self.study = optuna.create_study(direction=direction)
+
+    def _check_goal(self) -> None:
+        """Raise ConfigError for an unknown goal, and for one that no run will have."""
+        if self.goal and self.goal not in GOALS:
+            raise ConfigError(f"there is no goal {self.goal!r}; choose one of {', '.join(GOALS)}")
+        metric = METRIC_GOALS.get(self.goal)
+        if metric is not None and metric not in (*self.experiment.metrics, self.experiment.rank_by):
+            raise ConfigError(
+                f"--goal {self.goal}: no run records {metric}; add it with -s metrics={metric}"
+            )
+        searched_tables = {dimension.key.partition(".")[0] for dimension in self.space}
+        may_select_round = self._selects_round or searched_tables & {"select_on", "stop"}
+        if self.goal == BEST_ROUND and not may_select_round:
+            raise ConfigError(
+                f"--goal {self.goal}: no run selects a round; set select_on or [stop], e.g. with "
+                "-s select_on=held_out -s plan.validation=0.1"
+            )
 
     @property
     def metric(self) -> str:
@@ -219,10 +293,15 @@ class Tuning:
         """
         from optuna.trial import TrialState
 
+        search = {"seed": self._seed, "space": list(map(asdict, self.space))}
+        file = ProposalFile.read(self.out / PROPOSALS, search, overwrite=self.overwrite)
         for number in range(trials):
-            proposal = self.study.ask()
+            proposal = self._propose(number, file.proposals)
             values = {dimension.key: dimension.suggested(proposal) for dimension in self.space}
-            outcomes = self.do(self.runs(number, values))
+            runs = self.runs(number, values)
+            if number == len(file.proposals):
+                file.add(proposal.params)
+            outcomes = self.do(runs)
             if any(outcome.state in ("waiting", "stopped", "running") for outcome in outcomes):
                 return
 
@@ -239,10 +318,24 @@ class Tuning:
             self.trials.append(trial)
             yield trial
 
+    def _propose(self, number: int, proposals: Sequence[Mapping[str, Any]]) -> optuna.Trial:
+        """A trial with the proposal of an earlier command, or a new one."""
+        from optuna.samplers import TPESampler
+
+        # Every trial has its own seed, so that a trial draws the same numbers whether or not those
+        # before it drew any. NumPy's seeds have 32 bits.
+        seed = seed_for(self._seed, number, 0, 0, "trial") % 2**32
+        self.study.sampler = TPESampler(seed=seed)
+        if number < len(proposals):
+            self.study.enqueue_trial(dict(proposals[number]))
+        return self.study.ask()
+
     def runs(self, number: int, values: Mapping[str, Any]) -> list[Variant]:
         """The runs of a trial, one for each seed; raises ConfigError for invalid values."""
         label = ", ".join(f"{k}={v}" for k, v in values.items())
-        chosen = self.experiment.with_values(values, "--space")
+        # The seed of the config is the sampler's, and does not contradict the seeds of the runs.
+        origins = {key: origin for key, origin in self.experiment.origins.items() if key != "seed"}
+        chosen = replace(self.experiment, origins=origins).with_values(values, "--space")
         return [seeded(label, chosen, seed, self.out / f"trial{number:03d}") for seed in self.seeds]
 
     def _score(self, folder: Path) -> float:
