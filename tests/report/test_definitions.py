@@ -60,6 +60,13 @@ def test_a_first_row_0_is_the_untrained_model(tmp_path: Path) -> None:
     assert rows["forward_transfer"] == "22.50"
     given = read_matrix(written(tmp_path, "70,30,20\n80,60,35\n75,65,90\n"), initial=(10, 10, 10))
     assert definitions_table([given]) == definitions_table([matrix])
+    shares = written(tmp_path, "0.7,0.3,0.2\n0.8,0.6,0.35\n0.75,0.65,0.9\n")
+    in_shares = read_matrix(shares, initial=(0.1, 0.1, 1)).initial
+    assert in_shares is not None
+    assert in_shares.tolist() == [10, 10, 100]
+    for outside in (10, -0.1):
+        with pytest.raises(ConfigError, match=rf"--initial: {outside} is outside"):
+            read_matrix(shares, initial=(0.1, outside, 0.1))
     with pytest.raises(ConfigError, match="leave --initial out"):
         read_matrix(written(tmp_path, text), initial=(1, 1, 1))
 

@@ -29,6 +29,9 @@ Unit = Literal["percent", "share"]
 
 PLURALS: Mapping[Unit, str] = {"percent": "percentages", "share": "shares"}
 
+LARGEST: Mapping[Unit, int] = {"percent": 100, "share": 1}
+"""The largest accuracy in each unit."""
+
 SHAPE = "a row is the end of a task, and a column is a task"
 """The shape of a matrix, for messages."""
 
@@ -266,14 +269,19 @@ def _likely_unit(numbers: Values) -> Unit:
 
 def _check_range(numbers: Values, cells: _Cells, unit: Unit) -> None:
     """Raise DataError for the first number outside the range of accuracies, with its place."""
-    largest = {"percent": 100, "share": 1}[unit]
-    outside = np.argwhere((numbers < 0) | (numbers > largest))
+    outside = np.argwhere(_is_outside(numbers, unit))
     if len(outside):
         row, column = outside[0]
         raise DataError(
-            f"{cells.place(row, column)}: {numbers[row, column]:g} is outside [0, {largest}], the "
-            f"range of {PLURALS[unit]}"
+            f"{cells.place(row, column)}: {numbers[row, column]:g} is outside "
+            f"[0, {LARGEST[unit]}], the range of {PLURALS[unit]}"
         )
+
+
+def _is_outside(numbers: Values, unit: Unit) -> NDArray[np.bool_]:
+    """Whether each number is outside the range of accuracies in a unit; blanks are not."""
+    outside: NDArray[np.bool_] = (numbers < 0) | (numbers > LARGEST[unit])
+    return outside
 
 
 def _has_untrained_row(cells: _Cells) -> bool:
@@ -290,8 +298,14 @@ def _given_initial(cells: _Cells, initial: Sequence[float], unit: Unit) -> Value
         raise ConfigError(
             f"{cells.path} has the untrained model in its first row; leave --initial out"
         )
-    scale = {"percent": 1.0, "share": 100.0}[unit]
-    return scale * np.array(initial, dtype=np.float64)
+    accuracies = np.array(initial, dtype=np.float64)
+    outside = accuracies[_is_outside(accuracies, unit)]
+    if len(outside):
+        raise ConfigError(
+            f"--initial: {outside[0]:g} is outside [0, {LARGEST[unit]}]: {cells.path} has "
+            f"{PLURALS[unit]}, and --initial has the same unit; --unit sets it"
+        )
+    return 100 / LARGEST[unit] * accuracies
 
 
 def _column_names(cells: _Cells, *, is_by_class: bool) -> tuple[str, ...]:
