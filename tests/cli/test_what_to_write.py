@@ -39,6 +39,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("compare --methods fedavg fedntd", "--methods fedavg,fedntd"),
         ("compare small.toml --methods fedavg fedntd", "--methods fedavg,fedntd"),
         ("compare small.toml --methods fedavg, fedntd", "--methods fedavg,fedntd"),
+        ("compare small.toml --seeds ,", "--seeds"),
+        ("compare small.toml --methods , -q", "--methods"),
         ("compare --methods=fedavg fedntd -q", "--methods fedavg,fedntd"),
         ("compare --methods a.py b.py:Mine", "--methods a.py,b.py:Mine"),
         ("compare small.toml --seeds 1 2 3", "--seeds 1,2,3"),

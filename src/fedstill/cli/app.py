@@ -36,6 +36,8 @@ def _comma_separated(type_: Any, tokens: Sequence[Token]) -> tuple[Any, ...]:
     part_type = get_args(type_)[0]
     text = ",".join(token.value for token in tokens)
     parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ConfigError(f"{tokens[0].keyword}: {text!r} has no values; give one, or leave it out")
     for part in parts:
         if part_type is int and re.fullmatch(r"[+-]?\d{1,18}", part) is None:
             raise ConfigError(
