@@ -20,9 +20,10 @@ pytest.importorskip("Crypto")
 import fedstill
 import toys
 from fedstill.config.resolve import resolve
-from fedstill.core.errors import BadPayload, ConfigError, TooFewReplies
+from fedstill.core.errors import BadPayload, ConfigError, Refused, TooFewReplies
+from fedstill.core.extensions import SiteNotebook
 from fedstill.core.files import digest
-from fedstill.core.records import Payload, Stage
+from fedstill.core.records import Examples, Payload, Stage
 from fedstill.flower.engine import Parcel, parsed
 from fedstill.flower.messages import Request, SiteReply, header_and_payload
 from fedstill.flower.site import StageExecutor
@@ -30,6 +31,7 @@ from fedstill.flower.site_settings import Site
 from fedstill.privacy.masking import Masking
 from fedstill.privacy.noise import Privacy
 from fedstill.privacy.protocol import KEY, SEALED, STEPS, as_bytes, byte_tensors, question, unmasked
+from fedstill.privacy.site_guards import RUNS_WITH_SUMS, RunsWithSums
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
@@ -537,3 +539,34 @@ def test_label_counts_of_a_later_task_go_up_as_they_are(tmp_path: Path) -> None:
         tmp_path / "run", lambda grid, client, round, before, data: grid.work(client, data), asked
     )
     assert model(tmp_path / "run") == model(tmp_path / "serial")
+
+
+def runs_with_sums(memory: Path, run: str, labels: list[int], **allowed: bool) -> RunsWithSums:
+    """A site's record of its runs, as a request of this run sees it."""
+    train = Examples(torch.arange(6.0).reshape(3, 2), torch.tensor(labels))
+    return RunsWithSums(SiteNotebook(memory / run, memory, run, **allowed), train)
+
+
+def test_data_that_change_in_a_run_with_secure_sums_are_those_of_this_run(tmp_path: Path) -> None:
+    old, new, other = [0, 1, 1], [0, 1, 0], [1, 1, 1]
+    runs_with_sums(tmp_path, "first", old).enter()
+    runs_with_sums(tmp_path, "first", new).enter()
+    for labels in (old, new):
+        with pytest.raises(Refused):
+            runs_with_sums(tmp_path, "second", labels).enter()
+
+    runs_with_sums(tmp_path, "second", other).enter()
+    runs_with_sums(tmp_path, "first", old).enter()
+    with pytest.raises(Refused):
+        runs_with_sums(tmp_path, "first", other).enter()
+    runs_with_sums(tmp_path, "first", other, repeat_sums=True).enter()
+
+
+def test_a_record_of_an_earlier_version_counts(tmp_path: Path) -> None:
+    record = tmp_path / RUNS_WITH_SUMS
+    runs_with_sums(tmp_path, "first", [0, 1, 1]).enter()
+    ((run, (digest_of_data,)),) = json.loads(record.read_text()).items()
+    record.write_text(json.dumps({run: digest_of_data}))
+    with pytest.raises(Refused):
+        runs_with_sums(tmp_path, "second", [0, 1, 1]).check()
+    runs_with_sums(tmp_path, "first", [0, 1, 1]).enter()

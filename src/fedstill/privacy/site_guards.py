@@ -13,6 +13,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +279,7 @@ NONCE = "nonce"
 NONCE_BYTES = 32
 
 RUNS_WITH_SUMS = "runs-with-sums.json"
-"""The file in a site's memory folder with the SHA-256 of the data of each run with secure sums."""
+"""The file in a site's memory folder with the SHA-256 of all data of each run with secure sums."""
 
 
 def sum_guards(prepared: Prepared, notebook: SiteNotebook) -> tuple[SiteGuard, ...]:
@@ -309,10 +310,12 @@ class RunsWithSums:
 
     def check(self) -> None:
         """Raise Refused if a model of the same data was summed in another run."""
-        runs = self._runs()
-        if self.notebook.run in runs or self.notebook.repeat_sums:
+        if self.notebook.repeat_sums:
             return
-        if examples_digest(self.train) in runs.values():
+        other_runs = self._runs()
+        other_runs.pop(self.notebook.run, None)
+        summed = {digest for digests in other_runs.values() for digest in digests}
+        if summed and self._digest in summed:
             raise Refused(
                 "this site has taken part in a secure sum of another run on the same data, and the "
                 "difference of two sums could be its model; to take part again, set repeat_sums = "
@@ -321,14 +324,18 @@ class RunsWithSums:
             )
 
     def enter(self) -> None:
-        """Record this run before a model is sent; raises Refused as ``check`` does."""
+        """Record this run and its current data before a model is sent; raises Refused as ``check``
+        does.
+        """
         memory = self.notebook.memory
         make_folder(memory)
         with FileLock(memory / f".{RUNS_WITH_SUMS}.lock"):
             self.check()
             runs = self._runs()
-            if self.notebook.run not in runs:
-                runs[self.notebook.run] = examples_digest(self.train)
+            digests = runs.setdefault(self.notebook.run, [])
+            # The data may have changed since an earlier sum of this run.
+            if self._digest not in digests:
+                digests.append(self._digest)
                 write_secret(memory / RUNS_WITH_SUMS, json.dumps(runs).encode())
 
     def nonce(self) -> bytes:
@@ -341,11 +348,23 @@ class RunsWithSums:
             write_secret(path, secrets.token_bytes(NONCE_BYTES))
         return path.read_bytes()
 
-    def _runs(self) -> dict[str, str]:
+    @cached_property
+    def _digest(self) -> str:
+        return examples_digest(self.train)
+
+    def _runs(self) -> dict[str, list[str]]:
+        """The digests of the data of each run, by the run's identity."""
         path = self.notebook.memory / RUNS_WITH_SUMS
         if not path.is_file():
             return {}
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        runs: dict[str, str | list[str]] = json.loads(path.read_text(encoding="utf-8"))
+        digests_of_runs: dict[str, list[str]] = {}
+        for run, digests in runs.items():
+            if isinstance(digests, str):
+                # Earlier versions recorded one digest per run.
+                digests = [digests]
+            digests_of_runs[run] = digests
+        return digests_of_runs
 
 
 @dataclass(frozen=True)
