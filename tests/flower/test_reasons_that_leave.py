@@ -32,7 +32,7 @@ from fedstill.core.records import Payload, Stage
 from fedstill.flower import site as site_module
 from fedstill.flower.facts import Facts
 from fedstill.flower.messages import PUBLIC_REASONS, Request, SiteReply, public_reason
-from fedstill.flower.site import REFUSED, StageExecutor, client_app
+from fedstill.flower.site import REFUSED, Refusals, StageExecutor, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.running.preparation import prepare
 from flowers import needs_flower
@@ -302,6 +302,27 @@ def test_refusals_of_different_configs_are_limited_by_day(
     monkeypatch.setattr(site_module.time, "time", lambda: later)
     request = request_of(settings_of(TABLE, seed=9), run="run9")
     assert StageExecutor(site)(request).failure == public_reason("classes")
+
+
+def test_failures_of_work_are_limited_by_day_also_after_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same config was refused once, for example because the data were not mounted yet."""
+    monkeypatch.setattr(site_module, "MOST_REFUSALS_A_DAY", 5)
+    refusals = Refusals(tmp_path)
+    settings = settings_of(TABLE)
+    refusals.add(request_of(settings), "data")
+    requests = [request_of(settings, stage=replace(STAGE, round=round)) for round in range(1, 7)]
+    for request in requests[:5]:
+        refusals.check(request)
+        refusals.add(request, "work")
+    with pytest.raises(Refused):
+        refusals.check(requests[5])
+    refusals.check(requests[0])
+
+    later = site_module.time.time() + 2 * site_module.DAY
+    monkeypatch.setattr(site_module.time, "time", lambda: later)
+    refusals.check(requests[5])
 
 
 def test_a_simulation_shows_its_reasons(tmp_path: Path) -> None:

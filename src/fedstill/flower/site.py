@@ -436,8 +436,16 @@ def description_of_run(request: Request) -> str:
     return f"{request.sha} {facts_digest}"
 
 
+def _work_question(request: Request) -> str:
+    """Identifies the work of a request, in whichever run the server asks for it."""
+    return replace(request, run="run", memory=None).digest()
+
+
 class RefusalNote(NamedTuple):
-    """A refusal: its time, the run and the config of the request, and the request itself."""
+    """A refusal: its time, the run and the config of the request, and the request itself.
+
+    ``run`` and ``sha`` are empty if the work of the request failed.
+    """
 
     time: float
     run: str
@@ -457,20 +465,25 @@ class Refusals:
     def check(self, request: Request) -> None:
         """Raise Refused for a new request if the site has refused too many others."""
         notes = self._notes()
-        if any(note.question == description_of_run(request) for note in notes):
-            return
+        questions = {note.question for note in notes}
         yesterday = time.time() - DAY
+        recent = [note for note in notes if note.time > yesterday]
+        if _work_question(request) not in questions:
+            # The work of a known config may fail in a new way with every request.
+            failed_work = [note for note in recent if not note.sha]
+            _check_number("in a day", failed_work, MOST_REFUSALS_A_DAY)
+        if description_of_run(request) in questions:
+            return
         _check_number("of this run", [n for n in notes if n.run == request.run], MOST_REFUSALS)
         _check_number("of this config", [n for n in notes if n.sha == request.sha], MOST_REFUSALS)
-        _check_number("in a day", [n for n in notes if n.time > yesterday], MOST_REFUSALS_A_DAY)
+        _check_number("in a day", recent, MOST_REFUSALS_A_DAY)
 
     def add(self, request: Request, topic: Topic) -> None:
         """Store a refusal, before its reason is sent to the server."""
         note = RefusalNote(time.time(), request.run, request.sha, description_of_run(request))
         if topic in WORK_TOPICS:
             # Work may occasionally fail in a long run, so only the number per day counts.
-            question = replace(request, run="run", memory=None).digest()
-            note = RefusalNote(note.time, run="", sha="", question=question)
+            note = RefusalNote(note.time, run="", sha="", question=_work_question(request))
         make_folder(self.folder)
         with FileLock(self.folder / ".refused.lock"):
             oldest = note.time - DAYS_KEPT * DAY
