@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -27,6 +27,16 @@ from fedstill.running.preparation import prepare
 from flowers import needs_flower
 
 pytestmark = [needs_flower, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+
+@pytest.fixture
+def task_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The identity of a run's process, without which Flower creates no messages."""
+    require_flower()
+    from flwr.supercore.task_identity import TaskIdentity
+
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
 
 
 class Server:
@@ -247,6 +257,50 @@ def test_a_reply_that_is_announced_and_not_sent_holds_up_nobody_and_only_until_t
     assert never == "did not reply within the deadline of 3 s (flower.deadline)"
     assert late == ""
     assert time.monotonic() - begun < 20, "Flower's own grid waits for two hours"
+
+
+class Twice:
+    """A grid on which the replies to two messages with one request arrive at the same time: an
+    answer, and Flower's error about the other message.
+    """
+
+    def __init__(self, lost: int) -> None:
+        self.lost = lost
+        self.sent: list[Any] = []
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(seconds, 1.0)
+
+    def members(self) -> dict[int, int]:
+        return {7: 0}
+
+    def push_messages(self, messages: Sequence[Any]) -> list[str]:
+        for message in messages:
+            self.sent.append(message)
+            message.metadata.__dict__["_message_id"] = f"m{len(self.sent)}"
+        return [message.metadata.message_id for message in messages]
+
+    def pull_messages(self, ids: Sequence[str]) -> list[Any]:
+        from flwr.app import Error, Message
+
+        if len(self.sent) < 2:
+            return []
+        replies = [Message(answer_content(SiteReply(0, 1, 0)), reply_to=m) for m in self.sent]
+        replies[self.lost] = Message(Error(5, "unavailable"), reply_to=self.sent[self.lost])
+        return replies
+
+
+@pytest.mark.usefixtures("task_identity")
+@pytest.mark.parametrize("lost", [0, 1])
+def test_an_answer_counts_although_another_message_with_the_request_was_lost(lost: int) -> None:
+    grid = Twice(lost)
+    request = Request("v", "c", "s", "run", 0, Stage(1, 0, "train", (0,)))
+    (reply,) = Fleet(cast(Any, grid), Patience(), grid).ask([request])
+    assert reply.failure == ""
 
 
 def trickle(asked: Any) -> tuple[str, dict[str, bytes]]:

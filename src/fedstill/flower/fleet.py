@@ -446,6 +446,9 @@ class Fleet:
             id, arrived = replies.popitem()
             call = under_way[id]
             call.messages.discard(id)
+            if call.answer is not None and not call.answer.failure:
+                # The reply to another message with the same request arrived at the same time.
+                continue
             message = arrived.message
             if message is None and arrived.may_retry:
                 self._note_loss(call, arrived.reason)
