@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from fedstill.flower.deployment import tasks
+from fedstill.flower.deployment import superlink, tasks
+from fedstill.flower.deployment.folder import Federation
 from fedstill.flower.deployment.programs import descendants, running
 from flowers import needs_flower
 
@@ -86,3 +88,69 @@ def test_no_run_is_started_once_the_server_ends(
     end.set()
     carrying.join(60)
     assert not carrying.is_alive()
+
+
+def client_with_runs() -> Any:
+    """A client of a server that provides a run whenever it is asked."""
+    from flwr.proto.runtime_pb2 import AcquireTaskResponse
+    from flwr.proto.task_pb2 import Task
+
+    answer = AcquireTaskResponse(task=Task(task_id=1), token="token")
+    return SimpleNamespace(
+        AcquireTask=lambda request: answer,
+        SendTaskHeartbeat=lambda request: None,
+        close=lambda: None,
+    )
+
+
+@needs_flower
+def test_a_run_that_cannot_be_started_ends_no_other_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine may have no memory for a process, or no more open files."""
+    monkeypatch.setattr(tasks, "POLL", 0.01)
+    monkeypatch.setattr(tasks.Door, "tasks", lambda door: client_with_runs())
+    monkeypatch.setattr(tasks.Door, "client", lambda door, *_, **__: client_with_runs())
+    program = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(tasks.Door, "command", lambda door, pipe: program)
+    original = tasks.subprocess.Popen
+    started: list[subprocess.Popen[bytes]] = []
+    attempts: list[int] = []
+    end = threading.Event()
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        attempts.append(len(attempts))
+        if attempts[-1] in (1, 2):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.append(original(*arguments, **options))
+        if len(started) == 2:
+            assert started[0].poll() is None
+            end.set()
+        return started[-1]
+
+    monkeypatch.setattr(tasks.subprocess, "Popen", start)
+    door = tasks.Door("127.0.0.1:1", tmp_path, tmp_path)
+    tasks.carry_out_runs(door, end, {})
+    assert len(started) == 2
+    assert all(process.poll() is not None for process in started), "the server has ended"
+
+
+@needs_flower
+def test_a_server_that_can_execute_no_more_runs_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, sites and users would wait for it forever."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("an error that nobody expects")
+
+    monkeypatch.setattr(superlink, "carry_out_runs", fail)
+    federation = Federation(tmp_path, ("localhost",), "127.0.0.1", 1, 1)
+    config = SimpleNamespace(is_ssl=False)
+    server = SimpleNamespace(started=True, should_exit=False, config=config)
+    operator = superlink.Operator(federation, cast(Any, server))
+    operator.start()
+    operator.join(60)
+    assert not operator.is_alive()
+    assert operator.failed
+    assert server.should_exit

@@ -20,6 +20,7 @@ import ssl
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -574,7 +575,7 @@ class Operator(threading.Thread):
     """Performs the operator's tasks at a server: it admits the listed sites, and executes runs.
 
     ``end``: an event that ends the thread and all runs. ``failed``: whether the server ends because
-    sites could not be admitted.
+    sites could not be admitted, or because of an error in this thread.
     """
 
     def __init__(self, federation: Federation, server: uvicorn.Server) -> None:
@@ -585,20 +586,31 @@ class Operator(threading.Thread):
         self._server = server
 
     def run(self) -> None:
-        """Wait for the server, and perform the tasks until it ends."""
+        """Wait for the server, and perform the tasks until it ends. An error ends the server,
+        because new runs would otherwise wait forever.
+        """
+        try:
+            self._perform()
+        except FedstillError as error:
+            print(f"fedstill: {error}", file=sys.stderr, flush=True)
+            self._fail()
+        except Exception:
+            traceback.print_exc()
+            self._fail()
+
+    def _fail(self) -> None:
+        self.failed = True
+        self._server.should_exit = True
+
+    def _perform(self) -> None:
         while not self._server.started:
             if self.end.wait(END_SECONDS):
                 return
         insecure = not self._server.config.is_ssl
         federation = self._federation
-        try:
-            for line in () if insecure else admit(federation):
+        if not insecure:
+            for line in admit(federation):
                 print(line, flush=True)
-        except FedstillError as error:
-            print(f"fedstill: {error}", file=sys.stderr, flush=True)
-            self.failed = True
-            self._server.should_exit = True
-            return
         print(
             f"the server listens on {federation.listen}:{federation.port}; Ctrl-C ends it",
             flush=True,

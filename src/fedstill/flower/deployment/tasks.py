@@ -16,12 +16,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedstill.core.errors import on_one_line
 from fedstill.flower import check_flower_installed
 from fedstill.flower.deployment import certificates, programs
 from fedstill.flower.deployment.control import Control, OperatorKey, trusting
@@ -145,11 +146,24 @@ def carry_out_runs(door: Door, end: threading.Event, env: Mapping[str, str]) -> 
                 end.wait(AGAIN)
                 continue
             if answer.HasField("task") and answer.token:
-                runs.append(RunProcess.start(door, answer.token, env))
+                runs += _started(door, answer.token, env)
     finally:
         client.close()
         for run in runs:
-            programs.end(run.process)
+            run.end()
+
+
+def _started(door: Door, token: str, env: Mapping[str, str]) -> list[RunProcess]:
+    """The started process of a run; empty if it cannot be started, for example without memory.
+
+    Flower then fails the run, because it receives no heartbeats. Other runs continue.
+    """
+    try:
+        return [RunProcess.start(door, token, env)]
+    except Exception as error:
+        reason = on_one_line(error)
+        print(f"fedstill: a run could not be started: {reason}", file=sys.stderr, flush=True)
+        return []
 
 
 @dataclass
@@ -168,23 +182,29 @@ class RunProcess:
         """Start a process. The token is not an argument, because others could read arguments."""
         from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
 
-        reader, writer = os.pipe()
-        process = subprocess.Popen(
-            door.command(writer),
-            env=dict(env),
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=[writer],
-        )
-        os.close(writer)
-        os.set_blocking(reader, False)
-        assert process.stdin is not None
-        with process.stdin as stream:
-            stream.write(token.encode())
-        # The next heartbeat follows soon, so retries are not needed. They would end the server if
-        # the token has become invalid.
-        client = door.client("SuperExec", RuntimeTokenHttpInterceptor(token), outage=0.0)
-        return RunProcess(process, client, os.fdopen(reader, "rb", buffering=0))
+        with ExitStack() as after_failure:
+            reader, writer = os.pipe()
+            pipe = after_failure.enter_context(os.fdopen(reader, "rb", buffering=0))
+            try:
+                process = subprocess.Popen(
+                    door.command(writer),
+                    env=dict(env),
+                    stdin=subprocess.PIPE,
+                    start_new_session=True,
+                    pass_fds=[writer],
+                )
+            finally:
+                os.close(writer)
+            after_failure.callback(programs.end, process)
+            os.set_blocking(reader, False)
+            assert process.stdin is not None
+            with process.stdin as stream:
+                stream.write(token.encode())
+            # The next heartbeat follows soon, so retries are not needed. They would end the server
+            # if the token has become invalid.
+            client = door.client("SuperExec", RuntimeTokenHttpInterceptor(token), outage=0.0)
+            after_failure.pop_all()
+        return RunProcess(process, client, pipe)
 
     def is_alive(self) -> bool:
         """Whether the process runs; if so, send a heartbeat for it.
@@ -197,13 +217,21 @@ class RunProcess:
         from flwr.proto.runtime_pb2 import SendTaskHeartbeatRequest
 
         if self.process.poll() is not None:
-            self.client.close()
-            self.pipe.close()
+            self._close()
             return False
         if not self._sends_heartbeats():
             with suppress(httpx.HTTPError):
                 self.client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
         return True
+
+    def end(self) -> None:
+        """End the process, and close the connection."""
+        programs.end(self.process)
+        self._close()
+
+    def _close(self) -> None:
+        self.client.close()
+        self.pipe.close()
 
     def _sends_heartbeats(self) -> bool:
         """Whether the process sends heartbeats itself: it has closed its side of the pipe."""
