@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import errno
 import logging
 import os
 import sys
@@ -672,3 +673,35 @@ def test_large_parts_of_messages_are_in_files_until_they_are_deleted(
     store.preregister(8, ObjectTree(object_id=in_files[0]))
     store.put(in_files[0], contents[in_files[0]])
     assert list(parts.iterdir()) == [], "there is room in memory again"
+
+
+def test_a_part_for_which_the_disk_has_no_room_can_be_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flwr.app.message.arraychunk import ArrayChunk
+    from flwr.proto.message_pb2 import ObjectTree
+
+    from fedstill.flower.deployment import superlink
+
+    monkeypatch.setattr(superlink, "MEMORY_BYTES", 0)
+    parts = tmp_path / "parts"
+    store = superlink.part_store(parts)
+    chunk = ArrayChunk(memoryview(bytes(1000)))
+    content = chunk.deflate()
+    store.preregister(7, ObjectTree(object_id=chunk.object_id))
+
+    def write_a_part(path: Path, data: bytes) -> None:
+        path.write_bytes(data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(superlink, "write_note", write_a_part)
+        with pytest.raises(OSError, match="No space"):
+            store.put(chunk.object_id, content)
+    assert list(parts.iterdir()) == []
+    assert store.get(chunk.object_id) == b"", "it has not arrived"
+    assert store.preregister(7, ObjectTree(object_id=chunk.object_id)) == [chunk.object_id]
+
+    store.put(chunk.object_id, content)
+    assert store.get(chunk.object_id) == content
+    assert len(list(parts.iterdir())) == 1

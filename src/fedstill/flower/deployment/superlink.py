@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fedstill.core.errors import ConfigError, DeployFailed, FedstillError
+from fedstill.core.errors import ConfigError, DeployFailed, DiskFull, FedstillError
 from fedstill.core.files import make_folder, read_file, remove, remove_folder, write_note
 from fedstill.flower import check_flower_installed
 from fedstill.flower.deployment import certificates, programs
@@ -149,8 +149,12 @@ def part_store(folder: Path) -> Any:
                     self._sizes[object_id] = size
                     self._total += size
                 else:
+                    entry = self.store[object_id]
+                    entry.content = b""
+                    # If the disk is full, the part has not arrived, and can be sent again.
+                    entry.is_available = False
                     self._files[object_id] = _written(folder / object_id, object_content)
-                    self.store[object_id].content = b""
+                    entry.is_available = True
 
         def get(self, object_id: str) -> bytes | None:
             """A part; empty if it has not arrived yet, None if it is unknown."""
@@ -175,9 +179,13 @@ def part_store(folder: Path) -> Any:
 
 
 def _written(path: Path, content: bytes) -> Path:
-    """Write a new file."""
+    """Write a new file; nothing is left of it if the disk is full."""
     make_folder(path.parent)
-    write_note(path, content)
+    try:
+        write_note(path, content)
+    except (OSError, DiskFull):
+        remove(path)
+        raise
     return path
 
 
