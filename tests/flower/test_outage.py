@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import ssl
 import subprocess
 import sys
@@ -264,6 +265,54 @@ def test_a_site_whose_reply_is_refused_prints_the_reason_and_goes_on(
     assert "403" in line
     assert reason.strip() in line
     assert not set(line) & set(hostile[0] + hostile[-1])
+
+
+def test_a_site_sends_all_parts_and_prints_that_the_server_did_not_store_some(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The disk of the server is full, or has been full for a while."""
+    from flwr.proto.message_pb2 import PushObjectResponse
+    from flwr.proto.node_pb2 import Node
+
+    pushed: list[str] = []
+
+    def push(request: Any) -> Any:
+        pushed.append(request.object_id)
+        return PushObjectResponse(stored=request.object_id == "stored")
+
+    announced = SimpleNamespace(objects_to_push=["not stored", "stored"], session_id="s")
+    client: Any = SimpleNamespace(PushMessages=lambda request: announced, PushObject=push)
+    server = Server("fed:8443", client, b"", node=Node(node_id=5))
+    message = Incoming(run=7, node=5, root="m", metadata=b"", parts={}, app=b"", is_app_run=True)
+    server.send(Outgoing(b"", b"", {"not stored": b"a", "stored": b"b"}), message)
+    assert pushed == ["not stored", "stored"]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "not accept the reply" in line
+
+
+def test_a_site_has_a_request_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker process receives the parts one by one, and not also with its arguments."""
+    parts = {"first": b"1" * 1000, "second": b"2" * 1000}
+    sent: list[bytes] = []
+    sizes: list[int] = []
+    answered = iter([b"metadata", b"tree", b""])
+    connection = SimpleNamespace(
+        send_bytes=sent.append, poll=lambda seconds: True, recv_bytes=lambda: next(answered)
+    )
+
+    @contextmanager
+    def started(workers: node.Workers, target: Any, *given: Any) -> Iterator[Any]:
+        sizes.append(len(pickle.dumps(given)))
+        yield connection
+
+    monkeypatch.setattr(node.Workers, "_started", started)
+    workers = node.Workers(folder.Membership(Path("client0"), 0, "fed:8443"))
+    message = Incoming(7, 5, "m", b"", dict(parts), b"", is_app_run=True)
+    assert workers.answer(message).metadata == b"metadata"
+    assert dict(zip(sent[::2], sent[1::2], strict=False)) == {
+        id.encode(): part for id, part in parts.items()
+    }
+    assert sizes[0] < 1000, "the arguments contain no parts"
 
 
 def test_a_site_names_an_expired_certificate_while_it_still_gets_messages(

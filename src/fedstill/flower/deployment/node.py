@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -249,6 +249,7 @@ class Server:
         )
         try:
             answer = self._ask(self.client.PushMessages, request)
+            missing = 0
             for id in answer.objects_to_push:
                 part = PushObjectRequest(
                     node=self.node,
@@ -257,7 +258,12 @@ class Server:
                     object_content=reply.parts[id],
                     session_id=answer.session_id,
                 )
-                self._ask(self.client.PushObject, part)
+                if not self._ask(self.client.PushObject, part).stored:
+                    missing += 1
+            # All parts are sent first: a part that is sent again after a lost answer counts as
+            # not stored, although the server has it.
+            if missing:
+                raise _Dropped(f"it did not store {missing} of the parts; is its disk full?")
         except _Dropped as error:
             say(f"the server did not accept the reply: {error}")
 
@@ -496,7 +502,9 @@ class Workers:
         """The reply to a message; an error reply if the worker process ends unexpectedly."""
         began = time.monotonic()
         try:
-            with self._started(_answer, message, self.member) as connection:
+            # The process receives the parts one by one, so that they are in memory only once.
+            description = replace(message, parts={})
+            with self._started(_answer, description, self.member) as connection:
                 while message.parts:
                     id, part = message.parts.popitem()
                     connection.send_bytes(id.encode())
