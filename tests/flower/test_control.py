@@ -66,19 +66,37 @@ def test_only_what_did_not_arrive_is_asked_again(
     assert len(questions) == (3 if kind is NotListening else 1)
 
 
-def test_a_run_of_which_the_server_does_not_know_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The server keeps no list of runs when it ends."""
-    import httpx
-    from flwr.supercore.control import ControlHttpClient
-
-    response = httpx.Response(404, text="unknown", request=httpx.Request("POST", "http://fed"))
+def answers(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    """A server that answers questions about runs with this HTTP status."""
+    request = httpx.Request("POST", "http://fed")
+    response = httpx.Response(status, text="unknown", request=request)
 
     def refuse(_: Any, __: Any) -> None:
         response.raise_for_status()
 
-    monkeypatch.setattr(ControlHttpClient, "ListRuns", refuse)
+    monkeypatch.setattr(control_client, "ListRuns", refuse)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_run_is_watched_further_while_the_server_is_busy(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers(monkeypatch, status)
+    server = Control("127.0.0.1:1", None, b"x" * 43)
+    with pytest.raises(NoAnswer):
+        server.ended(7)
+    remote_runs._raise_if_ended(server, 7, tmp_path)
+
+    answers(monkeypatch, 403)
+    with pytest.raises(DeployFailed):
+        remote_runs._raise_if_ended(server, 7, tmp_path)
+
+
+def test_a_run_of_which_the_server_does_not_know_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server keeps no list of runs when it ends."""
+    answers(monkeypatch, 404)
     end = Control("127.0.0.1:1", None, b"x" * 43).ended(7)
     assert end is not None
     assert "restarted" in end

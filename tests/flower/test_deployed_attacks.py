@@ -325,7 +325,7 @@ def hostile(place: Path, client: Path) -> Iterator[tuple[Control, folder.Federat
     write_link(federation, insecure=False)
     control = Control.of(federation)
     with (place / "hostile.log").open("wb") as log:
-        env = programs.environment(federation.server / "flwr")
+        env = programs.server_environment(federation)
         with running(command, env, stdout=log, stderr=log) as process:
             wait_for_port(federation, process)
             control.register("client0", public_key(client / "client.key.pub"))

@@ -21,7 +21,8 @@ from fedstill.cli import call
 from fedstill.core.errors import ConfigError, DeployFailed
 from fedstill.flower.deployment import certificates, folder, node, programs
 from fedstill.flower.deployment.control import Control
-from fedstill.flower.deployment.reach import bypass_proxies, split_address
+from fedstill.flower.deployment.reach import Proxy, bypass_proxies, proxy_of, split_address
+from fedstill.flower.deployment.tasks import Door
 from flowers import needs_flower
 
 pytestmark = needs_flower
@@ -262,6 +263,37 @@ def test_loopback_is_never_reached_through_a_proxy(tmp_path: Path, proxied: list
     authority = (federation.server / "ca.crt").read_bytes()
     with listening(federation) as address, contextlib.suppress(ValueError):  # no list of nodes
         Control(address, authority, b"k" * 43).nodes()
+    assert proxied == []
+
+
+def test_the_servers_own_programs_reach_it_without_a_proxy(
+    tmp_path: Path, proxied: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A federation may listen on any address of its machine."""
+    import httpx
+    from flwr.proto.runtime_pb2 import AcquireTaskRequest
+    from flwr.supercore.control import ControlHttpClient
+
+    federation = replace(made(tmp_path), listen="192.0.2.7")
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("NO_PROXY", "")
+    assert proxy_of("192.0.2.7", tls=False) is not None
+    with monkeypatch.context() as server:
+        for name, value in programs.server_environment(federation).items():
+            server.setenv(name, value)
+        assert proxy_of("192.0.2.7", tls=False) is None
+        with listening(None, status=503) as address:
+            client = Door(address, federation.key, federation.signing_key).tasks()
+            with pytest.raises(httpx.HTTPStatusError, match="503"):
+                client.AcquireTask(AcquireTaskRequest())
+            client.close()
+
+    proxies: list[Proxy | None] = []
+    monkeypatch.setattr(
+        ControlHttpClient, "StopRun", lambda *_: proxies.append(proxy_of("192.0.2.7", tls=False))
+    )
+    Control(federation.local, None, b"k" * 43).stop(7)
+    assert proxies == [None]
     assert proxied == []
 
 

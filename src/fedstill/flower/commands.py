@@ -89,7 +89,7 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> None:
         command = programs.superlink(federation, insecure_for_testing)
         control.write_link(federation, insecure_for_testing)
     # The server replaces this process, which frees the memory of modules that the checks imported.
-    programs.become(command, programs.environment(federation.server / "flwr"))
+    programs.become(command, programs.server_environment(federation))
 
 
 @deploy.command(name="admit")

@@ -20,7 +20,7 @@ from fedstill.core.files import make_folder, read_toml, write_whole
 from fedstill.flower import check_flower_installed
 from fedstill.flower.deployment.folder import Federation, client_of_key
 from fedstill.flower.deployment.gate import KEY_HEADER
-from fedstill.flower.deployment.reach import bypass_proxies, problem
+from fedstill.flower.deployment.reach import bypass_proxies, host_of, is_temporary, problem
 
 if TYPE_CHECKING:
     from flwr.supercore.control import ControlHttpClient
@@ -39,7 +39,7 @@ LINK = "fedstill"
 
 
 class NoAnswer(DeployFailed):
-    """The server did not answer, so it is unknown whether it executed the request."""
+    """The server did not answer, or failed, so it is unknown whether it executed the request."""
 
 
 class NotListening(NoAnswer):
@@ -249,7 +249,8 @@ class Control:
         from flwr.supercore.control import ControlHttpClient
         from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
-        bypass_proxies(self.address.rpartition(":")[0].strip("[]"))
+        # The operator's commands run on the server's own machine.
+        bypass_proxies(host_of(self.address), is_local=True)
         scheme, verify = trusting(self.certificates)
         interceptors = [
             RuntimeVersionHttpInterceptor(component_name="flwr CLI"),
@@ -265,6 +266,8 @@ class Control:
             reason = f"the server refused {request}: {error.response.status_code} {text}"
             if error.response.status_code == NOT_FOUND:
                 raise Unknown(reason) from error
+            if is_temporary(error.response.status_code):
+                raise NoAnswer(reason) from error
             raise DeployFailed(reason) from error
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
             reached = problem(error, self.address, tls=scheme == "https")

@@ -39,6 +39,7 @@ from fedstill.flower.deployment.reach import (
     bypass_proxies,
     expiry_of,
     expiry_warning,
+    is_temporary,
     problem,
     split_address,
 )
@@ -348,7 +349,7 @@ class Server:
         """Raise the error of an HTTP status; return normally if the request may be repeated."""
         status = error.response.status_code
         text = " ".join(error.response.text.split())[:300]
-        if status == 429 or status >= 500:
+        if is_temporary(status):
             return
         if status in (401, 412):
             raise NotAdmitted(

@@ -25,6 +25,7 @@ from fedstill.flower import QUIET, check_flower_installed
 from fedstill.flower.deployment import certificates
 from fedstill.flower.deployment.control import listed
 from fedstill.flower.deployment.folder import Federation, Membership, is_loopback
+from fedstill.flower.deployment.reach import host_of, without_proxy
 
 if TYPE_CHECKING:
     import psutil
@@ -38,6 +39,12 @@ IN_MEMORY = ":flwr-in-memory:"
 
 
 # Commands and their environment
+
+
+def server_environment(federation: Federation) -> dict[str, str]:
+    """The environment of a federation's server and of its runs, which reach it without a proxy."""
+    variables = environment(federation.server / "flwr")
+    return {**variables, **without_proxy([host_of(federation.local)], variables)}
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -119,7 +126,7 @@ def _check_certificate(federation: Federation) -> None:
     if until <= datetime.datetime.now(datetime.UTC):
         raise ConfigError(f"{path} expired on {until:%Y-%m-%d}; {remedy}")
 
-    host = federation.local.rpartition(":")[0].strip("[]")
+    host = host_of(federation.local)
     if host not in certificates.named_hosts(path):
         raise ConfigError(
             f"{path} is not valid for {host}, under which programs on this machine reach the "
@@ -136,7 +143,7 @@ def check_client(member: Membership, insecure: bool) -> None:
             "on the server to this place"
         )
     if insecure:
-        _check_loopback(member.address.rpartition(":")[0].strip("[]"))
+        _check_loopback(host_of(member.address))
         return
     for path in (member.folder / "ca.crt", member.key):
         if not path.is_file():

@@ -9,7 +9,7 @@ import os
 import socket
 import ssl
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ CONNECT_SECONDS = 30.0
 
 EXPIRY_DAYS = 14
 """Warnings about the expiry of a certificate start this many days before it."""
+
+TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500
+"""The HTTP status of requests above a limit, and the lowest one of a server that fails."""
 
 NOT_YET = 9
 EXPIRED = 10
@@ -62,19 +65,32 @@ def split_address(address: str, source: Path) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def bypass_proxies(host: str = "") -> None:
-    """Disable proxies for this machine: for loopback addresses, and for ``host`` if it is one."""
-    listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    hosts = [name.strip() for name in listed.split(",") if name.strip()]
-    if "*" in hosts:
-        return
+def host_of(address: str) -> str:
+    """The host of ``HOST:PORT``, without brackets."""
+    return address.rpartition(":")[0].strip("[]")
 
-    hosts += LOOPBACK
-    if host and is_loopback(host):
+
+def bypass_proxies(host: str = "", *, is_local: bool = False) -> None:
+    """Disable proxies for this machine: for loopback addresses, and for ``host`` if it is one.
+
+    ``is_local``: whether ``host`` is an address of this machine.
+    """
+    hosts = []
+    if host and (is_local or is_loopback(host)):
         hosts.append(host)
-    value = ",".join(dict.fromkeys(hosts))
-    os.environ["no_proxy"] = value
-    os.environ["NO_PROXY"] = value
+    os.environ.update(without_proxy(hosts, os.environ))
+
+
+def without_proxy(hosts: Iterable[str], variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that disable proxies for some hosts and for loopback addresses,
+    besides the hosts that ``variables`` already list.
+    """
+    listed = variables.get("no_proxy") or variables.get("NO_PROXY") or ""
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    if "*" not in names:
+        names += [*LOOPBACK, *hosts]
+    value = ",".join(dict.fromkeys(names))
+    return {"no_proxy": value, "NO_PROXY": value}
 
 
 def proxy_of(host: str, tls: bool = True) -> Proxy | None:
@@ -105,12 +121,16 @@ def _without_password(url: str) -> str:
     return scheme + separator + location.rpartition("@")[2]
 
 
+def is_temporary(status: int) -> bool:
+    """Whether a request with this HTTP status may succeed later."""
+    return status == TOO_MANY_REQUESTS or status >= SERVER_ERROR
+
+
 def problem(error: BaseException, address: str, *, tls: bool = True) -> Problem:
     """The reason why a request to the server at an address failed, given one of httpx's errors. It
     mentions the proxy, if there is one.
     """
-    host, _, _ = address.rpartition(":")
-    host = host.strip("[]")
+    host = host_of(address)
     proxy = proxy_of(host, tls)
     causes = list(_causes(error))
 
