@@ -26,6 +26,7 @@ from fedstill.core.registry import register
 from fedstill.engines.client_measures import AtClient, ClientMeasures
 from fedstill.flower.engine import LoopbackGrid
 from fedstill.flower.site import StageExecutor, client_app
+from fedstill.flower.site_data import data_digests
 from fedstill.flower.site_settings import Site
 from fedstill.measures.base import Measure
 from fedstill.metrics.classification import METRICS, Predictions, RunMetrics
@@ -210,6 +211,59 @@ def test_a_site_is_in_the_secure_sums_of_one_run_on_its_data_unless_its_operator
     changed = own_sites(other, tmp_path / "new")
     moved = [replace(site, memory=old.memory) for site, old in zip(changed, there, strict=True)]
     over(asked, moved, tmp_path / "fourth")
+
+
+@pytest.mark.uses("privacy")
+def test_data_that_another_config_reads_in_another_way_are_the_same_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another config may select other columns, or list the classes in another order."""
+    asked = SUMMED["secure sums"]
+    there = own_sites(simulated(asked), tmp_path / "sites")
+    over(asked, there, tmp_path / "first")
+    monkeypatch.setattr(site_guards, "examples_digest", lambda examples: "another selection")
+    with pytest.raises(TooFewReplies) as raised:
+        over(asked, there, tmp_path / "second")
+    assert is_repeated(str(raised.value))
+
+
+def test_a_sites_data_are_identified_by_their_files(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    (data / "more").mkdir(parents=True)
+    (data / "train.csv").write_text("age,label\n50,1\n")
+    (data / "more" / "test.csv").write_text("age,label\n60,0\n")
+    site = Site(0, tmp_path / "memory", data=str(data))
+    first = data_digests(site)
+    assert len(first) == 1
+    assert data_digests(replace(site, data=str(data / "train.csv"))) != first
+
+    moved = data.rename(tmp_path / "elsewhere")
+    (moved / ".cache").write_text("a hidden file")
+    site = replace(site, data=str(moved))
+    assert data_digests(site) == first
+    (moved / "train.csv").rename(moved / "training.csv")
+    renamed = data_digests(site)
+    (moved / "training.csv").write_text("age,label\n50,0\n")
+    assert len({*first, *renamed, *data_digests(site)}) == 3
+
+    names = [replace(site, data=name) for name in ("digits", "mnist")]
+    assert len({*data_digests(names[0]), *data_digests(names[1])}) == 2
+    for code in ("", "mylab.data:load", str(tmp_path / "mine.py:load")):
+        assert data_digests(replace(site, data=code)) == []
+
+
+def test_folders_of_tasks_have_a_digest_each(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for task in ("task1", "task2", "task3"):
+        (data / task).mkdir(parents=True)
+    (data / "task1" / "train.csv").write_text("age,label\n50,1\n")
+    site = Site(0, tmp_path / "memory", data=str(data), tasks="folders")
+    first = data_digests(site)
+    assert len(first) == 1, "empty folders are not data that runs have in common"
+    (data / "task2" / "train.csv").write_text("age,label\n51,1\n")
+    later = data_digests(site)
+    assert later[:1] == first
+    assert len(set(later)) == 2
 
 
 FOUR = replace(

@@ -301,13 +301,15 @@ class SiteNotebook:
 
     ``folder``: of the client in this run. ``memory``: of the site, for all runs. ``run``: the run's
     identity. ``repeat_sums``: whether the site takes part in secure sums of several runs on the
-    same data.
+    same data. ``data_digests``: returns SHA-256 that identify the site's data, regardless of how
+    a config reads them; empty if the data have none.
     """
 
     folder: Path
     memory: Path
     run: str
     repeat_sums: bool = False
+    data_digests: Callable[[], Sequence[str]] = tuple
 
 
 class SiteGuard:

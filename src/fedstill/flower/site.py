@@ -63,7 +63,12 @@ from fedstill.flower.messages import (
     require_flower,
     topic_of,
 )
-from fedstill.flower.site_data import SiteRun, prepare_own_data, prepare_own_tasks
+from fedstill.flower.site_data import (
+    SiteRun,
+    data_digests,
+    prepare_own_data,
+    prepare_own_tasks,
+)
 from fedstill.flower.site_settings import Site, code_in, files_in
 from fedstill.models.building import sha256_of
 from fedstill.running.extensions import site_guards
@@ -161,6 +166,7 @@ class StageExecutor:
             memory=self.site.memory,
             run=files.run,
             repeat_sums=self.site.repeat_sums,
+            data_digests=lambda: data_digests(self.site),
         )
 
     def _run_of(self, request: Request) -> SiteRun:

@@ -4,6 +4,8 @@ tasks.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,8 +23,10 @@ from fedstill.core.fields import nfc
 from fedstill.core.files import digest, write_secret
 from fedstill.core.records import Examples, Tensors
 from fedstill.core.stream import Stream, tasks_of_times
+from fedstill.core.user_modules import split_name
 from fedstill.data.dataset import PLURALS, Dataset, examples_digest
 from fedstill.data.sources import load_dataset
+from fedstill.data.sources.folders import data_files
 from fedstill.data.views import concatenated
 from fedstill.flower.facts import Facts
 from fedstill.flower.site_settings import Site
@@ -412,6 +416,40 @@ def task_folders(data: Path, tasks: int) -> dict[int, Path]:
         )
     places = {numbers[name]: path for name, path in entries.items()}
     return {task: path for task, path in places.items() if not path.is_dir() or _visible(path)}
+
+
+def data_digests(site: Site) -> list[str]:
+    """The SHA-256 of a site's data, regardless of how a config reads them: one for each task with
+    data if the site has folders of tasks, otherwise one.
+
+    It covers the names, sizes and contents of all files, or only the name of a data set that has
+    one. The list is empty for a function, which may return other data each time.
+    """
+    if not site.data or split_name(site.data).is_code:
+        return []
+    place = Path(site.data)
+    if not place.exists():
+        return [digest(site.data.encode())]
+    if not site.tasks:
+        return [_files_digest(place)]
+    folders = [folder for folder in sorted(_visible(place)) if folder.is_dir()]
+    return [_files_digest(folder) for folder in folders if _visible(folder)]
+
+
+def _files_digest(place: Path) -> str:
+    """The SHA-256 of the names, sizes and contents of the files in a folder, or of one file."""
+    files = [place]
+    folder = place.parent
+    if place.is_dir():
+        files = data_files(place)
+        folder = place
+    lines = []
+    for path in files:
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        name = path.relative_to(folder).as_posix()
+        lines.append(json.dumps([name, path.stat().st_size, content]))
+    return digest("\n".join(lines).encode())
 
 
 def _visible(folder: Path) -> list[Path]:

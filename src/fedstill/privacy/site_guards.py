@@ -315,7 +315,7 @@ class RunsWithSums:
         other_runs = self._runs()
         other_runs.pop(self.notebook.run, None)
         summed = {digest for digests in other_runs.values() for digest in digests}
-        if summed and self._digest in summed:
+        if summed and not self._digests.isdisjoint(summed):
             raise Refused(
                 "this site has taken part in a secure sum of another run on the same data, and the "
                 "difference of two sums could be its model; to take part again, set repeat_sums = "
@@ -334,8 +334,9 @@ class RunsWithSums:
             runs = self._runs()
             digests = runs.setdefault(self.notebook.run, [])
             # The data may have changed since an earlier sum of this run.
-            if self._digest not in digests:
-                digests.append(self._digest)
+            new = self._digests.difference(digests)
+            if new:
+                digests += sorted(new)
                 write_secret(memory / RUNS_WITH_SUMS, json.dumps(runs).encode())
 
     def nonce(self) -> bytes:
@@ -349,8 +350,11 @@ class RunsWithSums:
         return path.read_bytes()
 
     @cached_property
-    def _digest(self) -> str:
-        return examples_digest(self.train)
+    def _digests(self) -> set[str]:
+        """The digests of the current data: of the examples as this run reads them, and of the
+        site's files, so that other columns or another order of classes are not other data.
+        """
+        return {examples_digest(self.train), *self.notebook.data_digests()}
 
     def _runs(self) -> dict[str, list[str]]:
         """The digests of the data of each run, by the run's identity."""

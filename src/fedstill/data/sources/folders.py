@@ -121,6 +121,11 @@ def _images_of_rows(path: Path, request: ReadRequest) -> list[Path]:
     return [file for file in files if has_suffix(file, IMAGE_SUFFIXES)]
 
 
+def data_files(place: Path) -> list[Path]:
+    """All files of a folder of data, sorted by path. Raises DataError as ``files_below`` does."""
+    return files_below(place, {*DATA_SUFFIXES, ".gz", *IMAGE_SUFFIXES})
+
+
 def read_folder(
     name: str, place: Path, request: ReadRequest, entry: KnownData | None = None
 ) -> Decoded:
@@ -128,7 +133,7 @@ def read_folder(
 
     Raises DataError for an empty folder, and for files that are not a data set.
     """
-    files = files_below(place, {*DATA_SUFFIXES, ".gz", *IMAGE_SUFFIXES})
+    files = data_files(place)
 
     def read() -> Decoded:
         if not files:
