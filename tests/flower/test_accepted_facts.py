@@ -182,9 +182,24 @@ def test_what_is_not_accepted_is_written_for_the_operator(
     assert tree["data"]["columns"] == tree["facts"]["columns"] == COLUMNS
     assert tree["facts"]["mean"] == DECLARED["mean"]
     assert not StageExecutor(replace(site, accept=(offered.stem,)))(declared).failure
+
+
+def test_a_site_has_the_file_that_it_names_however_many_configs_were_requested(
+    declared: Request, tmp_path: Path
+) -> None:
+    site = replace(hospital(tmp_path, 0), accept=())
+    folder = site.memory / OFFERED
+    StageExecutor(site)(declared)
+    (accepted,) = folder.iterdir()
+    site = replace(site, accept=(accepted.stem,))
     for number in range(MOST_OFFERED + 5):
-        StageExecutor(site)(with_facts(declared, mean=(float(number), 0.0)))
-    assert len(list((site.memory / OFFERED).iterdir())) == MOST_OFFERED
+        request = with_facts(declared, mean=(float(number), 0.0))
+        StageExecutor(site)(request)
+        latest = digest(accepted_text(request.config, request.facts).encode())
+        assert (folder / f"{latest}.toml").is_file()
+    StageExecutor(site)(request)
+    assert accepted.is_file()
+    assert len(list(folder.iterdir())) == MOST_OFFERED + 1
 
 
 def test_facts_do_not_change_within_a_run(declared: Request, tmp_path: Path) -> None:

@@ -276,7 +276,7 @@ OFFERED = "offered"
 """The folder in a site's memory with configs that were requested but are not accepted."""
 
 MOST_OFFERED = 20
-"""The maximum number of such files; the site's operator deletes them."""
+"""The maximum number of such files. A new one replaces the oldest."""
 
 
 def _check_accepted(site: Site, request: Request) -> None:
@@ -288,15 +288,27 @@ def _check_accepted(site: Site, request: Request) -> None:
     sha = digest(text.encode())
     if site.accept is None or sha in site.accept:
         return
-    folder = site.memory / OFFERED
-    make_folder(folder)
-    if len(list(folder.iterdir())) < MOST_OFFERED:
-        write_secret(folder / f"{sha}.toml", text.encode())
+    _write_offered(site, f"{sha}.toml", text)
     raise Refused(
         f"this site has not accepted {sha}: read the file of this name in {OFFERED} in its memory "
         "folder, and add the name to accept in site.toml",
         "accept",
     )
+
+
+def _write_offered(site: Site, name: str, text: str) -> None:
+    """Write a config that is not accepted to a file. If there are too many files, delete the oldest
+    ones, except those of configs that the site has accepted.
+    """
+    folder = site.memory / OFFERED
+    make_folder(folder)
+    unlimited = {f"{sha}.toml" for sha in site.accept or ()} | {name}
+    others = [path for path in folder.glob("*.toml") if path.name not in unlimited]
+    others.sort(key=lambda path: path.stat().st_mtime)
+    surplus = len(others) + 1 - MOST_OFFERED
+    for path in others[: max(0, surplus)]:
+        remove(path)
+    write_secret(folder / name, text.encode())
 
 
 @dataclass
