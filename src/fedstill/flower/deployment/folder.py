@@ -8,7 +8,7 @@ import ipaddress
 import re
 import secrets
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -130,10 +130,16 @@ def init(
         raise ConfigError(f"--port {port} must be from 1 to 65535")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunExists(f"{folder} is not empty; choose another folder")
-    federation = Federation(folder.resolve(), tuple(hosts), listen, port, clients)
+    federation = Federation(
+        folder=folder.resolve(),
+        hosts=_canonical_hosts(hosts),
+        listen=canonical_host(listen),
+        port=port,
+        clients=clients,
+    )
     make_folder(federation.server / "allowed")
     federation.server.chmod(0o700)
-    authority = certificates.make_authority(f"fedstill {hosts[0]}")
+    authority = certificates.make_authority(f"fedstill {federation.hosts[0]}")
     certificates.write_authority(federation.folder, authority)
     write_secret(federation.key, new_key())
     certificates.make_signing_key(federation.signing_key)
@@ -157,7 +163,7 @@ def renew(federation: Federation, hosts: Sequence[str]) -> Federation:
             f"{place}, which signs certificates, has expired: create a new federation with "
             "`fedstill deploy init`"
         )
-    federation = replace(federation, hosts=tuple(dict.fromkeys((*federation.hosts, *hosts))))
+    federation = replace(federation, hosts=_canonical_hosts((*federation.hosts, *hosts)))
     _certify(federation, authority)
     _write(federation)
     return federation
@@ -224,8 +230,8 @@ def load_federation(folder: Path) -> Federation:
     try:
         federation = Federation(
             folder=folder.resolve(),
-            hosts=tuple(str(host) for host in values["hosts"]),
-            listen=str(values["listen"]),
+            hosts=_canonical_hosts(str(host) for host in values["hosts"]),
+            listen=canonical_host(str(values["listen"])),
             port=values["port"],
             clients=values["clients"],
             departed=tuple(int(client) for client in values.get("departed", ())),
@@ -287,6 +293,21 @@ def ensure_keys(federation: Federation) -> None:
 def new_key() -> bytes:
     """A random secret as text."""
     return secrets.token_urlsafe(32).encode()
+
+
+def canonical_host(host: str) -> str:
+    """An address as certificates contain it: ``2001:db8::1`` for ``2001:DB8:0::1``; a name
+    unchanged.
+    """
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return host
+
+
+def _canonical_hosts(hosts: Iterable[str]) -> tuple[str, ...]:
+    """Distinct names and canonical addresses, in order."""
+    return tuple(dict.fromkeys(map(canonical_host, hosts)))
 
 
 def is_loopback(host: str) -> bool:
