@@ -123,6 +123,38 @@ def test_an_address_of_ipv6_stands_in_brackets_wherever_a_port_follows(tmp_path:
     assert "2001:db8::5" in certificates.named_hosts(federation.server / "server.crt")
 
 
+@pytest.mark.parametrize("listen", ["2001:DB8::1", "2001:db8:0:0:0:0:0:1"])
+def test_an_address_of_ipv6_may_be_written_in_any_way(listen: str, tmp_path: Path) -> None:
+    federation = made(tmp_path / "fed", hosts=(listen,), listen=listen)
+    assert federation.local == federation.address == "[2001:db8::1]:8443"
+    programs.superlink(federation, insecure=False)
+    renewed = folder.renew(federation, ("2001:DB8::1", "2001:DB8::2"))
+    assert renewed.hosts == ("2001:db8::1", "2001:db8::2")
+
+    file = federation.folder / "federation.toml"
+    file.write_text(file.read_text().replace("2001:db8::1", listen))
+    loaded = folder.load_federation(federation.folder)
+    assert loaded == renewed, "a federation of an earlier version"
+    programs.superlink(loaded, insecure=False)
+
+
+def test_the_servers_certificate_expires_with_the_authority_at_the_latest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise, nothing would warn of the authority's expiry."""
+    federation = made(tmp_path / "fed")
+    certificate = federation.server / "server.crt"
+    authority = federation.folder / "ca.crt"
+    assert certificates.last_day(certificate) < certificates.last_day(authority)
+    assert call(["deploy", "renew", str(federation.folder)]) == 0
+    assert str(authority) not in capsys.readouterr().out
+
+    certificates.write_authority(federation.folder, certificates.make_authority("old", days=9))
+    assert call(["deploy", "renew", str(federation.folder)]) == 0
+    assert certificates.last_day(certificate) == certificates.last_day(authority)
+    assert str(authority) in capsys.readouterr().out
+
+
 def test_one_server_runs_from_a_folder_at_a_time_and_touches_nothing_of_the_others(
     tmp_path: Path,
 ) -> None:

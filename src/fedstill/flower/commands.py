@@ -291,6 +291,12 @@ def renew_command(directory: Path, *, host: Hosts = ()) -> int:
         f"the certificate for {', '.join(federation.hosts)} is valid until {until:%Y-%m-%d}; a "
         "running server reloads it within seconds"
     )
+    authority = federation.folder / "ca.crt"
+    if until >= certificates.last_day(authority):
+        print(
+            f"{authority}, which signs certificates, expires at the same time: create a new "
+            "federation with `fedstill deploy init` before then"
+        )
     return 0
 
 

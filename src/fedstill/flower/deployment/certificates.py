@@ -50,7 +50,7 @@ def make_authority(name: str, days: int = AUTHORITY_DAYS) -> Authority:
 
     key = ec.generate_private_key(ec.SECP256R1())
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
-    builder = _builder(_named(name), _named(name), key.public_key(), days)
+    builder = _builder(_named(name), _named(name), key.public_key(), _end_after(days))
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     builder = builder.add_extension(usage, critical=True)
     builder = builder.add_extension(
@@ -63,14 +63,15 @@ def make_server(
     folder: Path, authority: Authority, hosts: Sequence[str], days: float = DAYS
 ) -> None:
     """Write ``ca.crt``, ``server.crt`` and ``server.key``, with a certificate for these hosts and
-    addresses.
+    addresses. It expires with the authority at the latest, because it is useless afterwards.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
     key = ec.generate_private_key(ec.SECP256R1())
-    builder = _builder(authority.certificate.subject, _named(hosts[0]), key.public_key(), days)
+    end = min(_end_after(days), authority.certificate.not_valid_after_utc)
+    builder = _builder(authority.certificate.subject, _named(hosts[0]), key.public_key(), end)
     builder = builder.add_extension(
         x509.SubjectAlternativeName([_host(h) for h in hosts]), critical=False
     )
@@ -204,13 +205,16 @@ def write_authority(folder: Path, authority: Authority) -> None:
     write_secret(folder / "ca.key", _private(authority.key))
 
 
+def _end_after(days: float) -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+
+
 def _builder(
-    issuer: x509.Name, subject: x509.Name, key: ec.EllipticCurvePublicKey, days: float
+    issuer: x509.Name, subject: x509.Name, key: ec.EllipticCurvePublicKey, end: datetime.datetime
 ) -> x509.CertificateBuilder:
     from cryptography import x509
 
-    now = datetime.datetime.now(datetime.UTC)
-    begin, end = now - datetime.timedelta(minutes=5), now + datetime.timedelta(days=days)
+    begin = datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=5)
     builder = x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(key)
     return (
         builder.serial_number(x509.random_serial_number())
