@@ -24,7 +24,7 @@ from fedstill.core.process_settings import process_settings
 from fedstill.core.records import Examples, ModelSpec, Payload, Stage, State, Tensors, many
 from fedstill.core.rounds import run_round
 from fedstill.core.user_modules import split_name
-from fedstill.data.dataset import Dataset, DatasetInfo
+from fedstill.data.dataset import INPUT_FIELDS, Dataset, DatasetInfo
 from fedstill.data.sources import load_dataset
 from fedstill.data.views import Division, SiteViews
 from fedstill.engines.passes import correct_by_class
@@ -40,7 +40,7 @@ from fedstill.running.client_data import reading_like
 from fedstill.running.directory import code_of_run, settings_of
 from fedstill.running.extensions import Extensions, run_context
 from fedstill.running.journal import CONFIG, is_finished
-from fedstill.running.model_files import read_model
+from fedstill.running.model_files import as_features, read_model
 from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.world import RunWorld
 
@@ -126,8 +126,40 @@ class ViewsWithNewData(SiteViews):
 
 def read_new_data(prepared: Prepared, new_data: Dataset | str | Path) -> Dataset:
     """A client's new data; a name or a path is read with the columns, categories and other options
-    of the run's data.
+    of the run's data. With ``data.features_of``, they become features of the same backbone.
+
+    Raises ConfigError if the backbone takes examples of another form.
     """
+    form = _form_of_raw_data(prepared)
+    new = _raw_data(prepared, form, new_data)
+    if prepared.dataset.backbone_inputs is None:
+        return new
+    _check_form(new, form)
+    # The backbone takes pixels that are normalised with the moments of the run's data.
+    moments = prepared.dataset.backbone_inputs
+    normalised = replace(new, mean=tuple(moments["mean"]), std=tuple(moments["std"]))
+    return as_features(prepared.settings, normalised)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The form of examples: the shape of one, and its description."""
+
+    shape: tuple[int, ...]
+    about: DatasetInfo
+
+
+def _form_of_raw_data(prepared: Prepared) -> _Form:
+    """The form of the run's data, before a backbone replaces them by features."""
+    inputs = prepared.dataset.backbone_inputs
+    if inputs is None:
+        return _Form(prepared.dataset.input_shape, prepared.dataset.about)
+    fields = {name: inputs[name] for name in ("kind", *INPUT_FIELDS) if name in inputs}
+    return _Form(tuple(inputs["shape"]), DatasetInfo.from_json(fields))
+
+
+def _raw_data(prepared: Prepared, form: _Form, new_data: Dataset | str | Path) -> Dataset:
+    """A client's new data before a backbone replaces them by features."""
     if isinstance(new_data, Dataset):
         return new_data
     name = str(new_data)
@@ -135,7 +167,7 @@ def read_new_data(prepared: Prepared, new_data: Dataset | str | Path) -> Dataset
         # A user's function has no reading options.
         return load_dataset(name)
     data = prepared.settings.data
-    reading = reading_like(data, prepared.dataset.about)
+    reading = reading_like(data, form.about)
     if reading and data.label_column:
         reading["label_column"] = data.label_column
     return load_dataset(name, **reading, **data.images)
@@ -148,7 +180,8 @@ def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
     """
     sites = prepared.sites
     classes = prepared.dataset.classes
-    _check_form(prepared, new)
+    run_shape = tuple(prepared.sites.train.values.shape[1:])
+    _check_form(new, _Form(run_shape, prepared.dataset.about))
     unknown = [c for c in new.classes if c not in classes]
     if unknown:
         raise ConfigError(
@@ -168,18 +201,17 @@ def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
     return replace(prepared, sites=changed)
 
 
-def _check_form(prepared: Prepared, new: Dataset) -> None:
+def _check_form(new: Dataset, form: _Form) -> None:
     """Raise ConfigError if new data have another shape, kind or vocabulary, or other inputs, than
-    the data of the run.
+    the data of the run. ``form``: that of the run's data.
     """
     shape = new.input_shape
-    run_shape = tuple(prepared.sites.train.values.shape[1:])
-    if shape != run_shape:
+    if shape != form.shape:
         raise ConfigError(
             f"new data {new.name}: the examples have shape {shape}, but those of the run have "
-            f"{run_shape}"
+            f"{form.shape}"
         )
-    about = prepared.dataset.about
+    about = form.about
     remedy = "pass the path of their file, which is read like the data of the run"
     if (new.about.kind, new.vocabulary) != (about.kind, about.vocabulary):
         raise ConfigError(
