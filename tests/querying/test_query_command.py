@@ -5,6 +5,7 @@ line.
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -513,3 +514,113 @@ def test_a_setting_of_the_run_cannot_be_changed_by_a_query(
 ) -> None:
     assert call(["query", str(local), "--client", "0", "--classes", "1", "-s", override]) == 2
     assert override.partition("=")[0] in capsys.readouterr().err
+
+
+FEW = [word for key, value in CHANGES.items() for word in ("-s", f"{key}={value}")]
+
+
+def query_of(folder: Path, lacking: int) -> list[str]:
+    return ["query", str(folder), "--client", "0", "--classes", str(lacking), *FEW]
+
+
+def test_the_students_file_may_be_in_a_new_folder_but_not_be_a_folder(
+    local: Path, lacking: tuple[int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = query_of(local, lacking[0])
+    assert call([*tokens, "--out", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert "directory" in err
+    assert not out, "it is refused before the query is answered"
+    assert call([*tokens, "--out", str(tmp_path / "new" / "m.safetensors")]) == 0
+    assert read_model(tmp_path / "new" / "m.safetensors")
+
+
+@pytest.mark.parametrize("option", ["--student", "--teachers"])
+def test_a_model_that_a_query_reads_is_not_overwritten(
+    option: str,
+    local: Path,
+    lacking: tuple[int, int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spec = spec_for("mlp", (1, 8, 8), 10, {"hidden": (16,)})
+    path = tmp_path / "m.safetensors"
+    save_model(path, spec, initial(spec, 0))
+    content = path.read_bytes()
+    other_name = tmp_path / "link.safetensors"
+    other_name.hardlink_to(path)
+    tokens = [*query_of(local, lacking[0]), option, str(path)]
+    for out in (path, other_name):
+        assert call([*tokens, "--out", str(out)]) == 2
+        assert "overwritten" in capsys.readouterr().err
+    assert path.read_bytes() == content
+
+
+def test_by_default_the_students_file_is_named_after_the_run_and_spares_other_files(
+    local: Path, lacking: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(local, tmp_path / "mine"))
+    monkeypatch.chdir(folder)
+    tokens = query_of(Path(), lacking[0])
+    first = Path(f"mine-client0-asked-{lacking[0]}.safetensors")
+    first.write_text("precious")
+    assert call(tokens) == 0
+    assert first.read_text() == "precious"
+    second = Path(f"mine-client0-asked-{lacking[0]}-2.safetensors")
+    content = second.read_bytes()
+    assert call([*tokens, "--student", str(second)]) == 0
+    assert second.read_bytes() == content
+    assert Path(f"mine-client0-asked-{lacking[0]}-3.safetensors").is_file()
+
+
+def test_the_default_name_of_many_classes_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["a,b,label", *(f"{i % 17},{i % 23},c{i % 180:03}" for i in range(1080))]
+    (tmp_path / "many.csv").write_text("\n".join(lines))
+    trained(
+        tmp_path / "run",
+        epochs=1,
+        data={"name": str(tmp_path / "many.csv")},
+        model="logistic",
+        partition={"kind": "pathological", "classes_per_client": 60, "path_rule": "pfllib"},
+        topology={"clients": 3},
+    )
+    monkeypatch.chdir(tmp_path)
+    assert call(["query", "run", "--client", "0", "--by", "lack", *FEW]) == 0
+    (file,) = tmp_path.glob("run-client0-*.safetensors")
+    assert "classes" in file.name
+
+
+def test_without_a_common_test_set_no_accuracy_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = table_run(tmp_path, standardise="own")
+    absent = str(Result.of(folder).label_counts()[1].tolist().index(0))
+    out = tmp_path / "m.safetensors"
+    capsys.readouterr()
+    tokens = ["query", str(folder), "--client", "1", "--classes", absent, "--out", str(out)]
+    assert call([*tokens, *FEW]) == 0
+    printed = capsys.readouterr().out
+    assert "nan" not in printed
+    assert "no common test set" in printed
+
+
+def test_new_images_become_features_of_the_backbone_of_the_run(tmp_path: Path) -> None:
+    spec = spec_for("mlp", (1, 8, 8), 10, {"hidden": (16,)})
+    save_model(tmp_path / "body.safetensors", spec, initial(spec, 0))
+    backbone = {"name": "mlp", "file": str(tmp_path / "body.safetensors"), "hidden": (16,)}
+    digits = {"name": "digits", "train_size": 600, "test_size": 200}
+    folder = trained(
+        tmp_path / "run", epochs=1, data={**digits, "features_of": backbone}, model="logistic"
+    )
+    prepared = prepare(settings_of(folder))
+    new = read_new_data(prepared, "digits")
+    assert torch.equal(new.train.values, prepared.dataset.train.values)
+    with pytest.raises(ConfigError, match=r"\(1, 4, 4\).*\(1, 8, 8\)"):
+        read_new_data(prepared, toys.blobs())
+    lacking = Result.of(folder).label_counts()[0].tolist().index(0)
+    answer = answer_query(
+        folder, 0, [lacking], changes=CHANGES, client_changes=ClientChanges(new_data="digits")
+    )
+    assert answer.new == len(new.train)

@@ -595,6 +595,15 @@ def check_may_overwrite(path: Path | None, kind: Kind) -> None:
     )
 
 
+def may_overwrite(path: Path, kind: Kind) -> bool:
+    """Whether ``check_may_overwrite`` accepts a path."""
+    try:
+        check_may_overwrite(path, kind)
+    except ConfigError:
+        return False
+    return True
+
+
 def replace_file(path: Path, data: bytes, kind: Kind) -> None:
     """Write a file as ``write_whole`` does; raises ConfigError over a file of another kind."""
     check_may_overwrite(path, kind)

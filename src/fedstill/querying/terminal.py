@@ -5,6 +5,7 @@ query``, which answers a query from the models of a finished run.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -124,6 +125,12 @@ def answer_tables(answer: Answer) -> Iterator[RenderableType]:
             "\nNo teacher reaches the threshold: the local model is returned unchanged.",
             style="bold",
         )
+    if all(map(math.isnan, answer.before)):
+        yield Text(
+            "\nThe run has no common test set, so the accuracies before and after the query are "
+            "unknown."
+        )
+        return
     yield Text("\nClass accuracy on the common test set", style="bold")
     yield PlainTable(
         ("class", "role", "before", "after", "change"), list(_classes(answer)), words=2
@@ -177,7 +184,7 @@ def _classes(answer: Answer) -> Iterator[list[str]]:
             continue
         accuracy_before = answer.before[c]
         accuracy_after = answer.after[c]
-        change = f"{100 * (accuracy_after - accuracy_before):+.1f}"
+        change = _points(accuracy_after - accuracy_before)
         yield [f"{c} {name}", role, _percent(accuracy_before), _percent(accuracy_after), change]
 
 
@@ -194,8 +201,8 @@ def _measures(answer: Answer) -> list[list[str]]:
     forgetting = query_forgetting(answer.before, answer.after, answer.label_shares)
     return [
         *rows,
-        ["gain on the queried classes", "", f"{100 * gain:+.1f}"],
-        ["forgetting", "", f"{100 * forgetting:+.1f}"],
+        ["gain on the queried classes", "", _points(gain)],
+        ["forgetting", "", _points(forgetting)],
     ]
 
 
@@ -203,6 +210,65 @@ def _percent(value: float) -> str:
     if math.isnan(value):
         return NONE
     return f"{100 * value:.1f} %"
+
+
+def _points(difference: float) -> str:
+    if math.isnan(difference):
+        return NONE
+    return f"{100 * difference:+.1f}"
+
+
+# ---- the file of the student's model -------------------------------------------------------------
+
+MOST_CLASSES_IN_NAME = 10
+"""The most classes that the default name of the file lists; of more, it contains their number."""
+
+MOST_BYTES_OF_RUN = 150
+"""The most bytes of the run's name in it. File systems allow 255 bytes for the whole name."""
+
+
+def _check_out(out: Path, models: Sequence[Path]) -> None:
+    """Raise ConfigError if the student's model cannot be written to ``out``. This is checked before
+    the training, whose result would be lost. ``models``: the files that the query reads.
+    """
+    from fedstill.core.files import MODEL, check_may_overwrite
+
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a directory; name a file in it")
+    check_may_overwrite(out, MODEL)
+    if _is_one_of(out, models):
+        raise ConfigError(
+            f"--out {out} is also a file of --student or --teachers, which would be overwritten; "
+            "name another file"
+        )
+
+
+def _default_out(run: Path, answer: Answer, models: Sequence[Path]) -> Path:
+    """A file in the working directory for the student's model.
+
+    Its name ends in a number if the query reads such a file, or if another kind of file is there.
+    """
+    from fedstill.core.files import MODEL, may_overwrite
+
+    name = os.fsencode(run.resolve().name)[:MOST_BYTES_OF_RUN].decode(errors="ignore")
+    classes = "-".join(map(str, answer.query))
+    if len(answer.query) > MOST_CLASSES_IN_NAME:
+        classes = f"{len(answer.query)}-classes"
+    stem = f"{name}-client{answer.client}-asked-{classes}"
+    path = Path(f"{stem}.safetensors")
+    number = 1
+    while path.is_dir() or _is_one_of(path, models) or not may_overwrite(path, MODEL):
+        number += 1
+        path = Path(f"{stem}-{number}.safetensors")
+    return path
+
+
+def _is_one_of(path: Path, models: Sequence[Path]) -> bool:
+    """Whether a path is one of some files, under any name."""
+    return path.exists() and any(model.exists() and path.samefile(model) for model in models)
+
+
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def _check_options(*, classes: Names, by: Names, under: float | None, need: Names) -> None:
@@ -259,7 +325,7 @@ def query(  # noqa: PLR0913 - the options of the command query
             machine.
     """
     from fedstill.config.overrides import parse_overrides
-    from fedstill.core.files import MODEL, check_may_overwrite
+    from fedstill.core.files import make_folder
     from fedstill.querying.answers import ClientChanges, answer_query
     from fedstill.report import terminal
     from fedstill.running.directory import trust_run
@@ -267,7 +333,12 @@ def query(  # noqa: PLR0913 - the options of the command query
     from fedstill.running.model_files import save_model
 
     _check_options(classes=classes, by=by, under=under, need=need)
-    check_may_overwrite(out, MODEL)
+    teacher_files = [Path(teacher) for teacher in teachers]
+    models = list(teacher_files)
+    if student is not None:
+        models.append(student)
+    if out is not None:
+        _check_out(out, models)
     if trust_code:
         trust_run(run)
     student_number = parse_client_number(run, client)
@@ -280,12 +351,14 @@ def query(  # noqa: PLR0913 - the options of the command query
             request["needs"] = {str(student_number): tuple(parse_class_numbers(run, need))}
     else:
         request = parse_class_numbers(run, classes)
+    if out is not None:
+        make_folder(out.absolute().parent)
     answer = answer_query(
         run,
         student_number,
         request,
         changes=parse_overrides(set_),
-        teachers=[Path(teacher) for teacher in teachers],
+        teachers=teacher_files,
         client_changes=ClientChanges(student, new_data),
     )
     screen = terminal.console()
@@ -293,8 +366,7 @@ def query(  # noqa: PLR0913 - the options of the command query
         screen.print(renderable)
     path = out
     if path is None:
-        classes_text = "-".join(map(str, answer.query))
-        path = Path(f"{run.name}-client{student_number}-asked-{classes_text}.safetensors")
+        path = _default_out(run, answer, models)
     save_model(path, answer.model, answer.params)
     screen.print(f"\nthe student's model: {path}")
     return 0
