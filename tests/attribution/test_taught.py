@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,52 @@ def test_the_command_says_it_in_a_sentence_and_a_table(
     assert [row[0] for row in rows][-2:] == [ALONE_ROW, "together"]
     assert abs(sum(float(row[1]) for row in rows[:-1]) - float(rows[-1][1])) < 0.25
     assert settings_of(folder).clients == 4
+
+
+def test_without_a_query_the_effect_is_on_the_clients_own_classes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    fedstill.run(
+        toys.toy("naive_kd", rounds=1, data="digits", topology={"clients": 3}).with_values(
+            {"data.train_size": 200, "data.test_size": 100}, "test"
+        ),
+        folder,
+    )
+    effect = taught(folder, 0)
+    assert not effect.query
+    weights = effect.examples.double() / effect.examples.sum()
+    before, after = (
+        100 * float((weights * accuracies.nan_to_num()).sum())
+        for accuracies in (effect.before, effect.before + sum(effect.parts.values()))
+    )
+    assert call(["why", str(folder), "--client", "0", "-q"]) == 0
+    out = capsys.readouterr().out
+    assert f"from {before:.1f} % to {after:.1f} %" in " ".join(out.split())
+    table = teacher_table(read_run(folder), effect)
+    assert not [title for title in table.head if "quer" in title]
+    assert {len(line) for line in table.lines} == {len(table.head)}
+
+
+def test_a_sentence_does_not_change_a_clients_name(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", "naive_kd")
+    client = asker(folder)
+    effect = taught(folder, client)
+    run = read_run(folder)
+    assert exchange_sentence(run, effect).startswith(f"Client {client} ")
+    names = ["uMC-West", "KBC Zagreb", "Split", "Pula"]
+    named = replace(run, start={**run.start, "client_names": names})
+    assert exchange_sentence(named, effect).startswith(f"{names[client]} ({client}) ")
+
+
+def test_a_run_without_a_finished_round_is_to_be_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = made(tmp_path / "run", "naive_kd")
+    journal = folder / "journal.jsonl"
+    start = journal.read_text().splitlines(keepends=True)[0]
+    journal.write_text(start)
+    (folder / "summary.json").unlink()
+    for words in (["--client", "0"], []):
+        assert call(["why", str(folder), *words]) == 2
+        assert "fedstill resume" in capsys.readouterr().err

@@ -111,6 +111,7 @@ def why_command(  # noqa: PLR0913 - the options of the command why
     from fedstill.attribution.class_changes import find_changes
     from fedstill.running.directory import hint_without_run, trust_run
     from fedstill.running.journal import parse_class_numbers, parse_client_number
+    from fedstill.running.runs import read_run
 
     options = {
         "--client": client is not None,
@@ -130,6 +131,12 @@ def why_command(  # noqa: PLR0913 - the options of the command why
         return say(f"{directory} contains no run: {hint_without_run(directory)}", 2)
     if trust_code:
         trust_run(directory)
+    if not read_run(directory).rounds:
+        return say(
+            f"{directory} has not finished a round; continue with: fedstill resume "
+            f"{in_shell(directory)}",
+            2,
+        )
     round_number = _round_number(directory, round_)
     if client is not None:
         return _print_exchange(

@@ -468,25 +468,34 @@ ALONE_ROW = "no teacher: the same phases alone"
 
 
 def exchange_sentence(run: Run, effect: ExchangeEffect) -> str:
-    """A sentence on a client's gain on the queried classes by phase, and on its main teachers."""
-    query = effect.query
-    accuracy_before = _mean_over_classes(effect.before, query)
-    parts = {name: _mean_over_classes(change, query) for name, change in effect.parts.items()}
+    """A sentence on a client's gain by phase, and on its main teachers: on the queried classes, or
+    on its own classes if the method exchanges knowledge without queries.
+    """
+    accuracy_before = _mean_gain(effect, effect.before)
+    parts = {name: _mean_gain(effect, change) for name, change in effect.parts.items()}
     accuracy_after = accuracy_before + sum(parts.values())
-    classes = ", ".join(repr(run.classes[label]) for label in query)
+    classes = ", ".join(repr(run.classes[label]) for label in effect.query)
+    action = f"queried {classes}"
+    if not effect.query:
+        action = "learned from its peers without a query; accuracy on its own classes"
     changes = ", ".join(f"{name} {points(change)}" for name, change in parts.items())
     return (
-        f"{client_name(run, effect.client).capitalize()} queried {classes}: from "
+        f"{_client_at_start(run, effect.client)} {action}: from "
         f"{100 * accuracy_before:.1f} % to {100 * accuracy_after:.1f} %: "
         f"{changes}; {_main_teachers(run, effect)}."
     )
 
 
+def _client_at_start(run: Run, client: int) -> str:
+    """A client at the start of a sentence. A name in the data is unchanged."""
+    name = client_name(run, client)
+    if client < len(run.client_names):
+        return name
+    return name.capitalize()
+
+
 def _main_teachers(run: Run, effect: ExchangeEffect) -> str:
-    gains = {
-        client: _mean_over_classes(change, effect.query)
-        for client, change in effect.teachers.items()
-    }
+    gains = {client: _mean_gain(effect, change) for client, change in effect.teachers.items()}
     # Gains that are printed as 0.0 do not count.
     positive = [client for client, gain in gains.items() if round(1000 * gain) > 0]
     main = sorted(positive, key=lambda client: -gains[client])[:MAX_NAMED]
@@ -507,15 +516,21 @@ def exchange_note(effect: ExchangeEffect) -> str:
 
 
 def teacher_table(run: Run, effect: ExchangeEffect) -> TextTable:
-    """A table of each teacher's contribution to the queried classes, and to the client's other
-    classes, weighted by its examples; the sum comes last.
+    """A table of each teacher's contribution to the queried classes, if there are any, and to the
+    client's other classes, weighted by its examples; the sum comes last.
     """
+    total = torch.stack([*effect.teachers.values(), effect.alone]).sum(0)
+    if not effect.query:
+        gains = {client_name(run, client): change for client, change in effect.teachers.items()}
+        gains |= {ALONE_ROW: effect.alone, "together": total}
+        rows = [[name, points(_mean_gain(effect, change))] for name, change in gains.items()]
+        return TextTable(["teacher", "own classes [points]"], rows)
+
     data_cells = {
         client: str(sum(run.label_counts[client][label] for label in effect.query))
         for client in effect.teachers
         if run.label_counts
     }
-    total = torch.stack([*effect.teachers.values(), effect.alone]).sum(0)
     lines = [
         [client_name(run, client), *_gain_cells(effect, change), data_cells.get(client, "")]
         for client, change in effect.teachers.items()
@@ -532,11 +547,22 @@ def teacher_table(run: Run, effect: ExchangeEffect) -> TextTable:
 
 
 def _gain_cells(effect: ExchangeEffect, change: Tensor) -> list[str]:
+    of_query = _mean_over_classes(change, effect.query)
+    return [points(of_query), points(_mean_over_own_classes(effect, change))]
+
+
+def _mean_gain(effect: ExchangeEffect, values: Tensor) -> float:
+    """The mean over the queried classes; without a query, over the client's own classes."""
+    if effect.query:
+        return _mean_over_classes(values, effect.query)
+    return _mean_over_own_classes(effect, values)
+
+
+def _mean_over_own_classes(effect: ExchangeEffect, values: Tensor) -> float:
+    """The mean over the client's classes that it did not query, weighted by its examples."""
     examples = enumerate(effect.examples.tolist())
     own_classes = [label for label, count in examples if count and label not in effect.query]
-    of_query = _mean_over_classes(change, effect.query)
-    of_own_classes = _mean_over_classes(change, own_classes, effect.examples.double())
-    return [points(of_query), points(of_own_classes)]
+    return _mean_over_classes(values, own_classes, effect.examples.double())
 
 
 def _mean_over_classes(
