@@ -252,6 +252,34 @@ def test_a_folder_that_holds_something_is_left_alone(
     )
 
 
+def test_the_working_directory_is_not_replaced_by_the_folder(
+    finished: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in (".", str(tmp_path)):
+        assert call(["export", str(finished), "--pt2", "m.pt2", "--folder", name]) == 2
+        out, err = capsys.readouterr()
+        assert "working directory" in err
+        assert not out
+    assert not list(tmp_path.iterdir()), "nothing is written before the folder is refused"
+    assert call(["export", str(finished), "--folder", "new"]) == 0
+    assert (tmp_path / "new" / "model.py").is_file()
+
+
+def test_a_round_is_the_only_one_of_a_run_with_one_round(tmp_path: Path) -> None:
+    for rounds in (1, 2):
+        folder = tmp_path / f"run{rounds}"
+        run(
+            toys.toy(rounds=rounds, keep_checkpoints_every=1, measure=()), folder, data=toys.blobs()
+        )
+        write_folder(load_model(folder, round=1), folder, tmp_path / f"shared{rounds}")
+        card = (tmp_path / f"shared{rounds}" / "README.md").read_text()
+        assert ("only round" in card) == (rounds == 1)
+
+
 def model_of(network: nn.Module) -> TrainedModel:
     return TrainedModel(
         network, ["a", "b"], (1, 4, 4), (0.5,), (0.5,), about={"method": "mine", "seed": 0}

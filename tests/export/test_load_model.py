@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import runpy
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.engines.passes import shards
 from fedstill.export.loading import load_model
 from fedstill.export.trained_model import TrainedModel
+from fedstill.export.upload_folder import write_folder
 from fedstill.methods.fit import with_students
 from fedstill.running import directory
 from fedstill.running.checkpoint import Checkpoints
@@ -381,3 +383,16 @@ def test_data_that_are_floats_are_taken_as_they_are(tmp_path: Path) -> None:
     assert float(right(model, data).double().mean()) == result.accuracy
     with pytest.raises(ConfigError, match=r"torch\.uint8"):
         model(toys.blobs().test.values)
+
+    write_folder(model, tmp_path / "run", tmp_path / "shared")
+    names = runpy.run_path(str(tmp_path / "shared" / "model.py"))
+    classifier = names["Classifier"].load(tmp_path / "shared")
+    images = data.test.values
+    with torch.no_grad():
+        logits = model(images)
+        for module in (model, classifier):
+            torch.testing.assert_close(module(images.double()), logits)
+            torch.testing.assert_close(module(images.half()), logits, rtol=0.01, atol=0.01)
+    for wrong in (toys.blobs().test.values, images.long()):
+        with pytest.raises(ValueError, match="must be floats"):
+            classifier(wrong)

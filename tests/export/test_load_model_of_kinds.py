@@ -205,12 +205,19 @@ def test_a_data_frame_is_encoded_too(runs: Runs) -> None:
 
 
 def test_texts_are_encoded_as_the_run_encoded_its_own(runs: Runs, tmp_path: Path) -> None:
+    import pandas
+
     model, data = load_model(runs("text")), prepare(settings_of(runs("text"))).dataset
     lines = (runs("text").parent / "said.csv").read_text().splitlines()[1:]
     ids = model.encode([line.split('"')[1] for line in lines])
     known = {tuple(row) for row in [*data.train.values.tolist(), *data.test.values.tolist()]}
     assert {tuple(row) for row in ids.tolist()} == known
     assert torch.equal(model.encode("up, up!"), model.encode(["UP UP"]))
+    frame = pandas.DataFrame({"note": ["up", "left right"]})
+    assert torch.equal(model.encode(frame["note"]), model.encode(["up", "left right"]))
+    for table_of_texts in (frame, {"note": ["up"]}):
+        with pytest.raises(ConfigError, match="one column"):
+            model.encode(table_of_texts)
 
 
 @pytest.mark.parametrize(
@@ -462,3 +469,20 @@ def test_features_that_each_client_standardised_need_the_client(on_features: Run
     torch.testing.assert_close(logits, logits_in_the_run(folder, 2), rtol=1e-5, atol=1e-5)
     with pytest.raises(ConfigError, match="client = 0"):
         load_model(folder)
+
+
+@pytest.mark.parametrize(("kind", "words"), [("table", "must be floats"), ("text", "must be inte")])
+def test_the_folder_refuses_numbers_of_another_type(
+    kind: str, words: str, runs: Runs, tmp_path: Path
+) -> None:
+    assert call(["export", str(runs(kind)), "--folder", str(tmp_path / "shared")]) == 0
+    names = runpy.run_path(str(tmp_path / "shared" / "model.py"))
+    classifier = names["Classifier"].load(tmp_path / "shared")
+    raw, logits = raw_test(runs(kind), kind)
+    with torch.no_grad():
+        torch.testing.assert_close(classifier(raw), logits, rtol=1e-5, atol=1e-5)
+    wrong = raw.long()
+    if kind == "text":
+        wrong = raw.float()
+    with pytest.raises(ValueError, match=words):
+        classifier(wrong)

@@ -66,35 +66,55 @@ def export_command(
     """
     from fedstill.running.directory import trust_run
 
-    if not (onnx or pt2 or folder or tables.parquet or tables.csv):
+    files = _ModelFiles(onnx, pt2, folder)
+    if not (files or tables.parquet or tables.csv):
         raise ConfigError(
             "export: choose what to write: --onnx FILE, --pt2 FILE, --folder DIR, --parquet DIR or "
             "--csv DIR"
         )
-    writes_model = bool(onnx or pt2 or folder)
     chooses_model = client is not None or round_ is not None
-    if chooses_model and not writes_model:
+    if chooses_model and not files:
         option = "--client" if client is not None else "--round"
         raise ConfigError(
             f"{option} chooses a model, and none is written; add --onnx, --pt2 or --folder"
         )
     if trust_code:
         trust_run(run)
-    if writes_model:
-        model = _load(run, client, round_)
-        name = _model_name(model, client)
-        if onnx:
-            _write_onnx(model, name, onnx)
-        if pt2:
-            _write_program(model, name, pt2)
-        if folder:
-            _write_folder(model, name, run, folder)
-        _print_missing_standardisation(model)
+    if files:
+        _write_models(run, client, round_, files)
     if tables.parquet:
         _write_tables(run, "parquet", tables.parquet)
     if tables.csv:
         _write_tables(run, "csv", tables.csv)
     return 0
+
+
+@dataclass(frozen=True)
+class _ModelFiles:
+    """The files and the folder to write a model to; false if there are none."""
+
+    onnx: Path | None
+    pt2: Path | None
+    folder: Path | None
+
+    def __bool__(self) -> bool:
+        return bool(self.onnx or self.pt2 or self.folder)
+
+
+def _write_models(run: Path, client: str | None, round: str | None, files: _ModelFiles) -> None:
+    from fedstill.export.upload_folder import check_new_folder
+
+    if files.folder:
+        check_new_folder(files.folder)
+    model = _load(run, client, round)
+    name = _model_name(model, client)
+    if files.onnx:
+        _write_onnx(model, name, files.onnx)
+    if files.pt2:
+        _write_program(model, name, files.pt2)
+    if files.folder:
+        _write_folder(model, name, run, files.folder)
+    _print_missing_standardisation(model)
 
 
 def _load(run: Path, client: str | None, round: str | None) -> TrainedModel:

@@ -64,6 +64,8 @@ class Classifier(nn.Module):
         if tuple(examples.shape[1:]) != self.input_shape:
             shape = ", ".join(map(str, self.input_shape))
             raise ValueError(f"{self.noun} must be (N, {shape}), not {tuple(examples.shape)}")
+        if not self._accepts(examples):
+            raise ValueError(f"{self.noun} are {examples.dtype}, but must be {self.types}")
         x = self.normalised(examples)
         if x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
@@ -78,13 +80,30 @@ class Classifier(nn.Module):
             return "images"
         return "examples"
 
+    @property
+    def types(self) -> str:
+        """The types of the numbers of examples, in words."""
+        if self.kind == "text":
+            return "integers"
+        if self.kind == "image" and self.pixels == "uint8":
+            return "uint8 or floats"
+        return "floats"
+
+    def _accepts(self, examples: Tensor) -> bool:
+        """Whether the numbers of examples have one of ``types``."""
+        if self.kind == "text":
+            return not examples.is_floating_point() and examples.dtype != torch.bool
+        if self.kind == "image" and self.pixels == "uint8" and examples.dtype == torch.uint8:
+            return True
+        return examples.is_floating_point()
+
     def normalised(self, examples: Tensor) -> Tensor:
         """Examples as inputs of the network."""
         if self.kind == "text":
             return examples.to(torch.int64)
-        if self.kind == "image" and self.pixels != "uint8":
-            return examples
         x = examples.to(torch.float32)
+        if self.kind == "image" and self.pixels != "uint8":
+            return x
         if self.kind == "image":
             if examples.dtype == torch.uint8:
                 x = x / 255

@@ -64,6 +64,11 @@ def encode(
 def _encode_texts(about: DatasetInfo, texts: Any, length: int) -> Tensor:
     if isinstance(texts, str):
         texts = [texts]
+    # The list of a data frame or of a dict would contain the names of its columns.
+    if isinstance(texts, Mapping) or hasattr(texts, "columns"):
+        raise ConfigError(
+            "encode: the model takes texts; pass the texts of one column of the table"
+        )
     ids = token_ids(list(texts), about.tokenizer, about.vocabulary, length)
     if ids.sha != about.tokenizer_sha:
         raise ConfigError(
@@ -277,9 +282,9 @@ class TrainedModel(nn.Module):
         """Examples as inputs of the network."""
         if self.inputs.kind != "image":
             return self._standardised(examples)
-        if self.pixels != "uint8":
-            return examples
         pixels = examples.to(torch.float32)
+        if self.pixels != "uint8":
+            return pixels
         if examples.dtype == torch.uint8:
             pixels = pixels / 255
         return (pixels - self.mean) / self.std

@@ -274,8 +274,11 @@ def _results(model: TrainedModel, measured: Measured | None) -> list[str]:
     accuracy = _percent(measured.accuracy)
     if len(measured.history) == 1:
         shares = [_percent(share) for share in measured.class_accuracy]
+        moment = f"after round {measured.round}"
+        if model.about["rounds"] == 1:
+            moment = "after its only round"
         return [
-            f"On the run's test set, after its only round: accuracy {accuracy}.",
+            f"On the run's test set, {moment}: accuracy {accuracy}.{_remark(model, measured)}",
             _table(["class", "accuracy"], list(zip(model.classes, shares, strict=True))),
         ]
 
@@ -290,16 +293,20 @@ def _results(model: TrainedModel, measured: Measured | None) -> list[str]:
     mean = None
     if not np.isnan(forgotten).all():
         mean = float(np.nanmean(forgotten))
-    remark = ""
-    if measured.round != model.about["round"]:
-        remark = " The model has been trained further since."
     tested = _count(model.about, "test_examples", model.inputs.many_or_examples)
     return [
         f"On the run's test set{tested}, after round {measured.round}: accuracy {accuracy}, "
         f"forgetting {_percent(mean)}. Forgetting of a class is the accuracy in its best earlier "
-        f"round minus the accuracy now; above is the mean over classes.{remark}",
+        f"round minus the accuracy now; above is the mean over classes.{_remark(model, measured)}",
         _table(["class", "accuracy", "best earlier round", "forgotten"], rows),
     ]
+
+
+def _remark(model: TrainedModel, measured: Measured) -> str:
+    """A sentence on later training; empty if there was none."""
+    if measured.round == model.about["round"]:
+        return ""
+    return " The model has been trained further since."
 
 
 def _limits(model: TrainedModel) -> list[str]:
@@ -337,6 +344,18 @@ _NETWORK_LINE = "    raise NotImplementedError  # an export has the network's ow
 """The line of ``standalone.py`` that the network's code replaces."""
 
 
+def check_new_folder(place: Path) -> None:
+    """Raise ConfigError if a path is neither new nor an empty folder, or is the working directory,
+    which the new folder would replace.
+    """
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise ConfigError(f"{place} exists already; name a new folder")
+    if place.resolve() == Path.cwd().resolve():
+        raise ConfigError(
+            f"{place} is the working directory; name a new folder in it, e.g. --folder model"
+        )
+
+
 def write_folder(model: TrainedModel, run: Path, place: Path) -> float:
     """Write a model to a new folder that can be uploaded; returns the largest difference of the
     logits of its script, as ``furthest`` does.
@@ -344,8 +363,7 @@ def write_folder(model: TrainedModel, run: Path, place: Path) -> float:
     run: the run's directory, for its evaluations. Raises ConfigError for a folder that is not
     empty, and for a network that cannot be written as code.
     """
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise ConfigError(f"{place} exists already; name a new folder")
+    check_new_folder(place)
     code, weights = as_code(model.network, channels_last(model.normalised(model.noise(2))))
     files = {
         "README.md": model_card(model, measured_of(read_run(run), model.about)).encode(),
