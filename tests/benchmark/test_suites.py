@@ -264,3 +264,20 @@ def test_two_rows_or_columns_that_would_have_one_folder_are_refused(
     (tmp_path / "clinics.toml").write_text(tiny_ranking.TINY.replace(line, more), encoding="utf-8")
     with pytest.raises(ConfigError, match=said):
         suites.read_suite(tmp_path / "clinics.toml")
+
+
+def test_a_ranked_row_that_lacks_a_column_is_refused_and_a_bound_may_lack_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suites, "_suites_from_files", {})
+    path = tmp_path / "clinics.toml"
+    fedntd = '"FedNTD" = { method = { name = "fedntd", beta = 1.0 }'
+    joint = '"joint" = { method = "fedavg"'
+    assert fedntd in tiny_ranking.TINY
+    assert joint in tiny_ranking.TINY
+    only = ', only = ["uneven"]'
+    path.write_text(tiny_ranking.TINY.replace(joint, joint + only), encoding="utf-8")
+    assert suites.read_suite(path).columns_of("joint") == ["uneven"]
+    path.write_text(tiny_ranking.TINY.replace(fedntd, fedntd + only), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"FedNTD.*even"):
+        suites.read_suite(path)

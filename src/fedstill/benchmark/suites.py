@@ -601,7 +601,9 @@ def _with_choosing(suite: Suite, choosing: Mapping[str, Any]) -> Suite:
 
 
 def _check_names(suite: Suite) -> None:
-    """Raise ConfigError if a suite names a row or a column that it does not have."""
+    """Raise ConfigError if a suite names a row or a column that it does not have, and if a ranked
+    row lacks a column: ranks compare rows over the same columns.
+    """
     names = {*suite.tries, suite.baseline, suite.floor, *suite.ceilings}
     if suite.rate_row:
         names.add(suite.rate_row)
@@ -613,3 +615,10 @@ def _check_names(suite: Suite) -> None:
             f"suite {suite.name}: choosing.column is {suite.choosing_column!r}, which is not one "
             "of its columns"
         )
+    for row in suite.ranked_rows:
+        missing = [name for name in suite.recipe.columns if name not in suite.columns_of(row)]
+        if missing:
+            raise ConfigError(
+                f"suite {suite.name}: row {row!r} has tries, so it is ranked and needs all "
+                f"columns, but lacks {missing[0]!r}; remove its key only, or its tries"
+            )
