@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,9 +20,11 @@ from fedstill.benchmark import maps as where
 from fedstill.benchmark import replays, suites, tables
 from fedstill.benchmark.entries import read_entry
 from fedstill.benchmark.standings import read_rows
+from fedstill.benchmark.suites import read_choice
 from fedstill.cli import call
 from fedstill.core import user_modules
 from fedstill.core.errors import DataAbsent
+from fedstill.core.files import parse_toml
 from fedstill.report import comparison
 from fedstill.running.compare import Outcome, Variant
 
@@ -172,6 +175,10 @@ def test_a_forged_entry_is_said_and_left_out(
     path = forged / "even" / "seed0" / "config.toml"
     path.write_text(path.read_text().replace("epochs = 1", "epochs = 9"))
     capsys.readouterr()
+    again = ["rank", "run", "digits", "--track", "space", "--methods", "joint", "--out", "out"]
+    assert call(again) == 1, "the table lacks an entry"
+    assert "left out: fedntd: " in capsys.readouterr().err
+    shutil.rmtree(entries / "joint")
     assert call(["rank", "check", str(forged.parent)]) == 1
     assert "even/seed0/config.toml" in capsys.readouterr().out
     assert call(["rank", "page", str(forged.parent), "--out", "page"]) == 1
@@ -245,6 +252,45 @@ def test_choose_prints_what_it_chose_and_keeps_it(
     assert (tmp_path / "out" / "digits-space" / "chosen.toml").is_file()
 
 
+def test_choosing_again_what_ships_changes_no_entry(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The choices that ship are part of the suite, so an entry with others could not be checked."""
+    suite = suites.load_suite(tiny_ranking.NAME)
+    assert call(["rank", "choose", "digits", "--track", "space", "--out", "out"]) == 0
+    stored = (tmp_path / "out" / "digits-space" / "chosen.toml").read_bytes()
+    assert all(
+        read_choice(row, table, 2) != suite.choices[row]
+        for row, table in parse_toml(stored).items()
+        if row in suite.choices
+    )
+    assert "ship with digits-space" in capsys.readouterr().out
+    assert call(["rank", "run", "digits", "--track", "space", "--out", "out"]) == 0
+    assert "left out" not in capsys.readouterr().err
+    assert call(["rank", "check", "out/entries"]) == 0
+
+
+def test_entries_of_a_suite_whose_learning_rate_one_row_chooses_need_only_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Others who check them do not have the choices."""
+    monkeypatch.setattr(suites, "shipped_choices", lambda *_: {})
+    monkeypatch.setattr(suites, "_suites_from_files", {})
+    rounds = "rounds = 1 }"
+    assert rounds in tiny_ranking.TINY
+    text = tiny_ranking.TINY.replace(rounds, 'rounds = 1, rate = "FedAvg" }')
+    (tmp_path / "clinics.toml").write_text(text)
+    assert call(["rank", "choose", "clinics.toml", "--out", "out"]) == 0
+    assert call(["rank", "run", "clinics.toml", "--out", "out"]) == 0
+    assert "left out" not in capsys.readouterr().err
+    check = ["rank", "check", "out/entries", "--suite", "clinics.toml"]
+    assert call(check) == 0
+    entry = read_entry(tmp_path / "out" / "entries" / "clinics" / "fedntd")
+    other_rate = [{**values, "plan.lr": 0.3} for values in entry.tries]
+    forged_entries.told(entry, lambda tree: tree["choice"].update(tries=other_rate))
+    assert call(check) == 1, "a learning rate that FedAvg does not try"
+
+
 def test_choosing_a_track_whose_fields_another_chooses_says_which(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -297,6 +343,9 @@ def test_a_newcomer_to_a_suite_of_ones_own_stands_beside_the_entries_that_are_th
     assert "1 method, 1 column × 5 seeds" in capsys.readouterr().out
     assert call(["rank", "enter", "mine.py", "--tier", "clinics.toml", "--out", "out"]) == 0
     said = capsys.readouterr().out
+    check = said.partition("check it: fedstill ")[2].splitlines()[0]
+    monkeypatch.setattr(suites, "_suites_from_files", {})
+    assert call(shlex.split(check)) == 0, "the printed command can be run"
     assert "2 methods, 1 column × 5 seeds" in said
     assert "FedNTD, joint\n" in said
 

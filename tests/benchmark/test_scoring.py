@@ -269,6 +269,20 @@ def test_another_learning_rate_makes_the_choices_of_other_rows_invalid(
     assert again.choices == {"FedAvg": first_is_best}
 
 
+def test_what_ships_is_never_combined_with_another_learning_rate(
+    rated: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scores of FedNTD belong to the learning rate that ships."""
+    ships = {"FedAvg": BEST_RATE, "FedNTD": tiny_ranking.SCORES["FedNTD"]}
+    by_rate = replace(rated, rate_row="FedAvg", choices=ships)
+    first_is_best = replace(BEST_RATE, scores=BEST_RATE.scores[::-1])
+    monkeypatch.setattr(competing, "choice_of", lambda *_: first_is_best)
+    again = choose_fields(by_rate, ["FedAvg"], tmp_path, tiny_ranking.do)
+    assert again.choices == {"FedAvg": first_is_best}
+    assert with_stored_choices(by_rate, tmp_path).choices == ships
+    assert choose_fields(by_rate, [], tmp_path, tiny_ranking.do).choices == ships
+
+
 def test_the_row_whose_learning_rate_all_have_is_chosen_first(suite: Suite, tmp_path: Path) -> None:
     bare = replace(suite, choices={}, rate_row="FedAvg")
     chosen = choose_fields(bare, ["FedNTD", "FedAvg"], tmp_path, tiny_ranking.do)

@@ -21,6 +21,7 @@ from fedstill.cli.app import (
     say,
 )
 from fedstill.core.errors import ConfigError
+from fedstill.core.files import in_shell
 
 if TYPE_CHECKING:
     from fedstill.benchmark.recipes import Recipe
@@ -274,7 +275,7 @@ def rank_run(
     tables.
 
     The same command continues where it was stopped. Entries are in OUT/entries, one folder per
-    suite.
+    suite. The exit code is 1 if a table leaves out an entry, because it fails a check.
 
     Args:
         tier: digits (seconds per run), small (minutes per run), or the file of your own suite, e.g.
@@ -290,6 +291,7 @@ def rank_run(
     """
     from fedstill.benchmark import competing
 
+    skipped: list[str] = []
     for suite in suites_of(tier, track):
         with_choices = competing.with_stored_choices(suite, out)
         rows = suite.find_rows(methods) or list(suite.recipe.rows)
@@ -298,8 +300,9 @@ def rank_run(
             with_choices.chosen_fields(row)
         with executing(out / suite.name, jobs, quiet, devices) as execute:
             competing.enter_rows(with_choices, rows, out, execute)
-        _print_tables(out / "entries" / suite.name, with_shipped=bool(methods))
-    return 0
+        entered = _print_tables(out / "entries" / suite.name, with_shipped=bool(methods))
+        skipped += entered.skipped
+    return int(bool(skipped))
 
 
 @rank.command(name="choose")
@@ -317,16 +320,17 @@ def rank_choose(
     """Choose each row's fields among the suite's tries, on training images that no client holds and
     with seeds 100 to 102.
 
-    All suites that ship have their fields, except small-public and small-peers. If another track
-    chooses a track's fields (both: time), the command names it. The same command continues where it
-    was stopped.
+    All suites that ship have their fields, except small-public and small-peers. These fields are
+    part of the suite: choosing them again only shows whether they are the same on this machine. If
+    another track chooses a track's fields (both: time), the command names it. The same command
+    continues where it was stopped.
 
     Args:
         tier: digits, small, or the file of your own suite.
         track: Only this one. By default, all.
         methods: Only these rows, by name or by method. By default, all.
-        out: The folder of the runs; the choices are written to OUT/SUITE/chosen.toml, which rank
-            run reads.
+        out: The folder of the runs. The choices are written to OUT/SUITE/chosen.toml, from which
+            rank run takes those that do not ship.
         jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
         devices: The CUDA devices over which runs with device = "cuda" are distributed, by number.
             By default, all.
@@ -352,10 +356,22 @@ def rank_choose(
         print(suite.recipe.paper)
         choices = choice_table(with_choices, rows)
         terminal.console().print(terminal.PlainTable(choices.head, choices.lines, words=2))
+        shipped = [row for row in rows if row in suite.choices]
+        if shipped and not into_suite:
+            print(_comparison_with_shipped(suite, with_choices, shipped))
         if into_suite:
             folder = Path(str(resources.files("fedstill") / "recipes")) / "rank" / "chosen"
             competing.store_choices(with_choices, folder / f"{suite.name}.toml")
     return 0
+
+
+def _comparison_with_shipped(suite: Suite, with_choices: Suite, rows: Sequence[str]) -> str:
+    """A sentence that compares the new choices of rows with those that ship, which stay in use."""
+    differing = [row for row in rows if suite.chosen_fields(row) != with_choices.chosen_fields(row)]
+    comparison = "they are the same"
+    if differing:
+        comparison = f"they differ for {', '.join(differing)}"
+    return f"rank run uses the fields that ship with {suite.name}; {comparison}"
 
 
 @rank.command(name="enter")
@@ -390,6 +406,7 @@ def rank_enter(
     """
     from fedstill.benchmark import competing
 
+    skipped: list[str] = []
     for suite in suites_of(tier, track):
         added = competing.add_method(suite, method, name)
         with executing(out / suite.choosing_suite.name, jobs, quiet, devices) as execute:
@@ -403,9 +420,13 @@ def rank_enter(
         if tier.endswith(".toml"):
             # No entries ship for a user's suite, so the table has all entries made here.
             folder = entry.folder.parent
-        _print_tables(folder, with_shipped=True)
-        print(f"entry: {entry.folder}\ncheck it: fedstill rank check {entry.folder} --replay 1")
-    return 0
+        entered = _print_tables(folder, with_shipped=True)
+        skipped += entered.skipped
+        check = f"fedstill rank check {in_shell(entry.folder)} --replay 1"
+        if tier.endswith(".toml"):
+            check += f" --suite {in_shell(tier)}"
+        print(f"entry: {entry.folder}\ncheck it: {check}")
+    return int(bool(skipped))
 
 
 @rank.command(name="check")
@@ -616,8 +637,10 @@ def executing(
         yield lambda variants: followed_outcomes(variants, jobs, devices=devices, quiet=quiet)
 
 
-def _print_tables(folder: Path, with_shipped: bool) -> None:
-    """Print the tables of the entries in a folder, together with those that ship if wanted."""
+def _print_tables(folder: Path, with_shipped: bool) -> EnteredRows:
+    """Print the tables of the entries in a folder, together with those that ship if wanted. Return
+    the rows of these entries.
+    """
     from fedstill.benchmark.standings import all_standings, read_rows
     from fedstill.benchmark.tables import shipped_rows, terminal_tables
     from fedstill.report import terminal
@@ -632,6 +655,7 @@ def _print_tables(folder: Path, with_shipped: bool) -> None:
         for block in terminal_tables(standings):
             screen.print(block)
     _print_skipped(entered)
+    return entered
 
 
 def _print_skipped(entered: EnteredRows) -> None:

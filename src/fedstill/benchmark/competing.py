@@ -64,7 +64,8 @@ def choose_fields(suite: Suite, rows: Sequence[str], out: Path, execute: Execute
     """The suite with configurations chosen for some rows; each choice is written at once.
 
     The row whose learning rate the others use comes first. Trials and choices are in the folder of
-    the suite that chooses. Stored choices that are invalid now are left out.
+    the suite that chooses. Stored choices that are invalid now are left out. For all other rows,
+    the choices that ship count, as in ``with_stored_choices``.
     """
     folder = out / suite.choosing_suite.name
     suite = _with_valid_choices(suite, folder / CHOICES_FILE)
@@ -121,9 +122,10 @@ class StoredChoices:
 
 
 def with_stored_choices(suite: Suite, out: Path) -> Suite:
-    """The suite with the choices stored in a folder of runs, in place of those that ship.
+    """The suite with the choices stored in a folder of runs, for rows whose choices do not ship.
 
-    Raises ConfigError for choices of another version of the suite, and for scores of other tries.
+    Choices that ship are part of the suite: an entry with others could not be checked. Raises
+    ConfigError for choices of another version of the suite, and for scores of other tries.
     """
     stored = _read_choices(out / suite.choosing_suite.name / CHOICES_FILE)
     if stored is None:
@@ -167,12 +169,13 @@ def _check_version(suite: Suite, stored: StoredChoices) -> None:
 
 
 def _with_stored_choice(suite: Suite, stored: StoredChoices, row: str) -> Suite:
-    """The suite with the stored choice of a row; unchanged if the row has no tries.
+    """The suite with the stored choice of a row; unchanged if the row has no tries, or has a
+    choice already.
 
     Raises ConfigError if the scores select other fields now than when they were stored, because
     they belong to other tries.
     """
-    if row not in suite.tries:
+    if row not in suite.tries or row in suite.choices:
         return suite
     table = stored.tables[row]
     source = f"{stored.path}, {row}"

@@ -486,13 +486,13 @@ def _check_choice(entry: Entry, suite: Suite) -> None:
         if entry.fields:
             raise CorruptFile(f"{entry.row} is a bound and must not set {next(iter(entry.fields))}")
         return
-    tries = [dict(values) for values in suite.tries_of(entry.row)]
-    if entry.choice is None or entry.tries != tries:
+    if entry.choice is None or entry.tries not in suite.possible_tries(entry.row):
         raise CorruptFile(f"its tries are not those of {suite.name}")
     best = entry.choice.best_try
-    if entry.fields != tries[best]:
+    best_fields = entry.tries[best]
+    if entry.fields != best_fields:
         raise CorruptFile(
-            f"its fields are {dict(entry.fields)}, but try {best + 1} is the best: {tries[best]}"
+            f"its fields are {dict(entry.fields)}, but try {best + 1} is the best: {best_fields}"
         )
     if suite.choices.get(entry.row, entry.choice) != entry.choice:
         raise CorruptFile("its scores are not those that ship with the suite")

@@ -332,7 +332,19 @@ class Suite:
         """
         if not self.rate_row or row == self.rate_row:
             return self.tries[row]
-        fields = self.chosen_fields(self.rate_row)
+        return self._tries_with_rate_of(row, self.chosen_fields(self.rate_row))
+
+    def possible_tries(self, row: str) -> list[Sequence[Try]]:
+        """The lists of tries that a row may have: one for each learning rate that may be chosen for
+        ``rate_row``. There is only one if this choice is known, or if rates are not shared.
+        """
+        shares_rate = self.rate_row and row != self.rate_row
+        if not shares_rate or self.rate_row in self.choices:
+            return [self.tries_of(row)]
+        return [self._tries_with_rate_of(row, fields) for fields in self.tries[self.rate_row]]
+
+    def _tries_with_rate_of(self, row: str, fields: Try) -> list[Try]:
+        """The tries of a row, with the learning rate of some fields in tries that set none."""
         rate = {key: value for key, value in fields.items() if key == "plan.lr"}
         return [{**rate, **values} for values in self.tries[row]]
 
