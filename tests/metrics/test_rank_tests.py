@@ -148,3 +148,4 @@ def test_a_share_of_the_gap_may_be_outside_of_it() -> None:
     assert ranks.share_of_gap(0.25, 0.5, 1.0) == -0.5
     assert ranks.share_of_gap(0.5, 0.5, 1.0) == 0
     assert math.isnan(ranks.share_of_gap(0.5, 0.5, 0.5))
+    assert math.isnan(ranks.share_of_gap(0.3, 0.5, 0.4)), "a ceiling below the floor bounds nothing"

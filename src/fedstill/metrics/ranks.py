@@ -267,13 +267,13 @@ def nemenyi_width(methods: int, blocks: int) -> float:
 
 
 def share_of_gap(score: float, floor: float, ceiling: float) -> float:
-    """The position of a score between two bounds: 0 at the floor, 1 at the ceiling; NaN if the
-    bounds are equal.
+    """The position of a score between two bounds: 0 at the floor, 1 at the ceiling; NaN unless the
+    ceiling is above the floor.
 
     >>> share_of_gap(0.625, 0.5, 1.0)
     0.25
     """
     gap = ceiling - floor
-    if not gap:
+    if gap <= 0:
         return float("nan")
     return (score - floor) / gap
