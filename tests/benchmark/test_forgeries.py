@@ -18,7 +18,7 @@ import tiny_ranking
 from fedstill.benchmark import replays
 from fedstill.benchmark.competing import enter_rows
 from fedstill.benchmark.entries import Entry, read_entry
-from fedstill.benchmark.replays import ReplayRequest, draw_runs, verdict
+from fedstill.benchmark.replays import ReplayRequest, draw_runs, recorded_levels, verdict
 from fedstill.benchmark.scoring import Execute
 from fedstill.benchmark.suites import Suite
 from forged_entries import (
@@ -177,6 +177,16 @@ def test_a_run_that_nobody_replays_may_be_invented_and_the_verdict_says_so(
     assert any("rounds after 1" in line.text for line in lines)
     unproven = list(verdict(fedntd.folder, do, ReplayRequest()))
     assert any("not replayed" in line.text for line in unproven)
+
+
+def test_a_replay_of_all_rounds_is_recorded_whatever_number_was_asked_for(
+    fedntd: Entry, do: Execute, tmp_path: Path
+) -> None:
+    """It has two rounds, so it cannot be limited to its first five."""
+    request = ReplayRequest(runs=1, rounds=5, number=7, note=tmp_path / "levels")
+    lines = list(verdict(fedntd.folder, do, request))
+    assert not any("rounds after" in line.text for line in lines)
+    assert list(recorded_levels(tmp_path / "levels").values()) == ["bits"]
 
 
 def test_one_outlier_lowers_the_level_and_hides_no_other_number(

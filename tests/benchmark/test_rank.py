@@ -26,7 +26,7 @@ from fedstill.core import user_modules
 from fedstill.core.errors import DataAbsent
 from fedstill.core.files import parse_toml
 from fedstill.report import comparison
-from fedstill.running.compare import Outcome, Variant
+from fedstill.running.compare import Outcome, Variant, clear_other_runs
 
 FEW = """
 from fedstill.data.sources import load_dataset
@@ -165,6 +165,8 @@ def test_a_replay_that_is_stopped_has_no_level(
     said = capsys.readouterr()
     assert "replayed here" not in said.out
     assert said.err.startswith("fedstill: stopped; ")
+    number = said.out.partition("--draw ")[2].partition(":")[0]
+    assert f"--draw {number} " in said.err, "nothing is kept: the same command draws other runs"
     assert not (tmp_path / "levels").exists()
 
 
@@ -296,10 +298,8 @@ def test_choosing_a_track_whose_fields_another_chooses_says_which(
 ) -> None:
     assert call(["rank", "choose", "digits", "--track", "both", "--out", "out"]) == 0
     said = capsys.readouterr().out
-    assert said == (
-        "digits-both has the fields that are chosen in digits-time: fedstill rank choose digits "
-        "--track time\n"
-    )
+    assert "digits-time" in said
+    assert said.endswith(" fedstill rank choose digits --track time --out out\n")
     assert not Path("out").exists(), "nothing is run"
 
 
@@ -391,7 +391,15 @@ def test_the_page_on_adding_a_method_gives_an_entry(
         (["run", "digits", "--track", "spac"], "unknown track 'spac'; did you mean 'space'?"),
         (["run", "digits", "--track", "space", "--methods", "fednt"], "FedNTD"),
         (["check"], "rank check"),
-        (["check", "nowhere"], "rank check"),
+        (["check", "nowhere"], "nowhere"),
+        (["check", "nowhere", "--note", "levels"], "--replay"),
+        (["check", "nowhere", "--draw", "0"], "--replay"),
+        (["check", "nowhere", "--rounds", "1"], "--replay"),
+        (["check", "nowhere", "--replay", "1", "--note", __file__], "replayed.csv"),
+        (["run", "clinics.toml", "--track", "time"], "--track"),
+        (["choose", "clinics.toml", "--track", "time"], "--track"),
+        (["enter", "mine.py", "--tier", "clinics.toml", "--track", "space"], "--track"),
+        (["map", "fedntd", "--grid", "topology.sampled=1,1"], "twice"),
         (["enter", "nowhere.py"], "there is no file nowhere.py"),
         (["page", "nowhere"], "nowhere"),
         (["map", "fedlcc"], "unknown method 'fedlcc'; did you mean 'fedlc'?"),
@@ -422,20 +430,88 @@ def test_a_method_without_a_row_is_mapped_and_ships(
     said = capsys.readouterr().out
     assert "FedLC helps " in said
     assert (tmp_path / "maps" / "fedlc.csv").read_text() == (
-        tmp_path / "out" / "fedlc" / "map.csv"
+        tmp_path / "out" / "map-digits" / "fedlc" / "map.csv"
     ).read_text()
     assert call(["rank", "page", "--out", "page"]) == 0
     page = (tmp_path / "page" / "index.html").read_text()
     assert map_file.shipped_maps()["fedlc"].summary in page
     assert "of FedNTD, FedADKD" in page
     capsys.readouterr()
-    (config,) = (tmp_path / "out" / "runs").glob("*alpha_even*epochs_4*FedLC*/seed0/config.toml")
+    (config,) = (tmp_path / "out" / "map-digits" / "runs").glob(
+        "*alpha_even*epochs_4*FedLC*/seed0/config.toml"
+    )
     assert call(["explain", str(config), "--no-split"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "alpha even, epochs 4" in said
     assert "map: FedLC was " in said
     assert call(["explain", str(config), "--no-split", "-s", "plan.train.epochs=400"]) == 0
     assert "map:" not in capsys.readouterr().out, "too far from every cell"
+
+
+@pytest.mark.usefixtures("entries")
+def test_a_folder_without_an_entry_is_an_error_beside_one_with_entries(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert call(["rank", "check", "out/entries", "out/entires"]) == 2
+    assert "out/entires" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "page"])
+def test_the_help_has_no_option_for_an_empty_list_of_suites(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["rank", command, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "--suite" in said
+    assert "--empty" not in said
+
+
+def test_a_method_whose_file_was_edited_is_entered_again_with_overwrite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the real function that carries runs out, which refuses the runs of other code."""
+
+    def here(runs: Sequence[Variant], *_: object, overwrite: bool, **__: object) -> list[Outcome]:
+        clear_other_runs(runs, overwrite)
+        return tiny_ranking.do(runs)
+
+    monkeypatch.setattr(comparison, "followed_outcomes", here)
+    (tmp_path / "mine.py").write_text(MINE)
+    enter = ["rank", "enter", "mine.py", "--out", "out"]
+    assert call(enter) == 0
+    (tmp_path / "mine.py").write_text(MINE + "\n# edited\n")
+    assert call(enter) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert call([*enter, "--overwrite"]) == 0
+    entry = read_entry(tmp_path / "out" / "entries" / "digits-space" / "mine")
+    assert "# edited" in (entry.folder / "mine.py").read_text()
+    for command in ("run", "choose", "map"):
+        assert call(["rank", command, "--help"]) == 0
+        assert "--overwrite" in capsys.readouterr().out
+
+
+def test_a_suite_of_ones_own_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its paths are relative to its folder, and commands name its file and the folder of runs."""
+    monkeypatch.setattr(suites, "shipped_choices", lambda *_: {})
+    monkeypatch.setattr(suites, "_suites_from_files", {})
+    folder = tmp_path / "my suites"
+    folder.mkdir()
+    data = 'name = "digits"'
+    assert data in tiny_ranking.TINY
+    text = tiny_ranking.TINY.replace(data, 'name = "few.py:few"')
+    (folder / "clinics.toml").write_text(text)
+    (folder / "few.py").write_text(FEW)
+    suite = "my suites/clinics.toml"
+    assert call(["rank", "run", suite, "--out", "my runs"]) == 2
+    advice = capsys.readouterr().err.partition("run fedstill ")[2]
+    assert call(shlex.split(advice)) == 0, "the advice can be followed"
+    assert call(["rank", "run", suite, "--out", "my runs"]) == 0
+    assert call(["rank", "check", "my runs/entries", "--suite", suite, "--replay", "1"]) == 0
+    grid = ["--grid", "topology.sampled=1,2"]
+    assert call(["rank", "map", "fedntd", "--tier", suite, "--out", "my runs", *grid]) == 0
+    assert (tmp_path / "my runs" / "map-clinics" / "fedntd" / "index.html").is_file()
 
 
 def test_a_suite_of_ones_own_from_choosing_to_the_page(

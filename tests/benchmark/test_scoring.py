@@ -386,6 +386,12 @@ def test_a_newcomer_without_tries_gets_fedavgs_and_wrong_ones_are_refused(
         add_method(suite, file)
     with pytest.raises(ConfigError, match=r"none\.py"):
         add_method(suite, tmp_path / "none.py")
+    file.write_text(NEWCOMER)
+    with pytest.raises(ConfigError, match="Gäp"):
+        add_method(suite, file, "Gäp")
+    accented = file.rename(tmp_path / "gäp.py")
+    with pytest.raises(ConfigError, match="gäp"):
+        add_method(suite, accented, "Gap")
 
 
 def test_a_method_that_does_not_repeat_itself_is_refused(suite: Suite, tmp_path: Path) -> None:

@@ -266,6 +266,16 @@ def test_two_rows_or_columns_that_would_have_one_folder_are_refused(
         suites.read_suite(tmp_path / "clinics.toml")
 
 
+@pytest.mark.parametrize(("file", "row"), [("clinics", "Gäp"), ("klinik-ä", "FedNTD")])
+def test_names_that_tables_cannot_show_are_refused_before_any_run(
+    file: str, row: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"{file}.toml"
+    path.write_text(tiny_ranking.TINY.replace('"FedNTD"', f'"{row}"'), encoding="utf-8")
+    with pytest.raises(ConfigError, match="ä"):
+        suites.read_suite(path)
+
+
 def test_a_ranked_row_that_lacks_a_column_is_refused_and_a_bound_may_lack_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

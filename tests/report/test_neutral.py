@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 import toys
-from fedstill.benchmark.entries import UNSAFE
+from fedstill.benchmark.suites import UNSAFE
 from fedstill.cli.app import say
 from fedstill.core.files import neutral
 from fedstill.report import terminal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,7 +34,9 @@ Text = Annotated[str, Parameter(show_default=False)]
 SeedCount = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1000))]
 ReplayCount = Annotated[int, Parameter(validator=validators.Number(gte=0, lte=1000))]
 DrawNumber = Annotated[int | None, Parameter(validator=validators.Number(gte=0))]
-SuiteFiles = Annotated[tuple[Path, ...], Parameter(consume_multiple=False)]
+SuiteFiles = Annotated[
+    tuple[Path, ...], Parameter(negative="", consume_multiple=False, show_default=False)
+]
 
 # ---- fedstill reproduce --------------------------------------------------------------------------
 
@@ -269,6 +272,7 @@ def rank_run(
     out: Path = RUNS,
     jobs: Jobs = None,
     devices: Devices = (),
+    overwrite: Flag = False,
     quiet: Quiet = False,
 ) -> int:
     """Execute all runs of a tier with the chosen fields, write an entry for each row, and print the
@@ -287,18 +291,19 @@ def rank_run(
         jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
         devices: The CUDA devices over which runs with device = "cuda" are distributed, by number.
             By default, all.
+        overwrite: Replace runs that are damaged, or that have other settings, files or data.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.benchmark import competing
 
     skipped: list[str] = []
-    for suite in suites_of(tier, track):
+    for suite in suites_of(tier, track, out):
         with_choices = competing.with_stored_choices(suite, out)
         rows = suite.find_rows(methods) or list(suite.recipe.rows)
         for row in rows:
             # A row without a choice is an error now, not after the runs of the others.
             with_choices.chosen_fields(row)
-        with executing(out / suite.name, jobs, quiet, devices) as execute:
+        with executing(out / suite.name, jobs, quiet, devices, overwrite=overwrite) as execute:
             competing.enter_rows(with_choices, rows, out, execute)
         entered = _print_tables(out / "entries" / suite.name, with_shipped=bool(methods))
         skipped += entered.skipped
@@ -306,7 +311,7 @@ def rank_run(
 
 
 @rank.command(name="choose")
-def rank_choose(
+def rank_choose(  # noqa: PLR0913 - the options of the command rank choose
     tier: str,
     *,
     track: Text = "",
@@ -315,6 +320,7 @@ def rank_choose(
     jobs: Jobs = None,
     devices: Devices = (),
     into_suite: Flag = False,
+    overwrite: Flag = False,
     quiet: Quiet = False,
 ) -> int:
     """Choose each row's fields among the suite's tries, on training images that no client holds and
@@ -335,6 +341,7 @@ def rank_choose(
         devices: The CUDA devices over which runs with device = "cuda" are distributed, by number.
             By default, all.
         into_suite: Also write the choices into the package; for maintainers of the suites.
+        overwrite: Replace runs that are damaged, or that have other settings, files or data.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from importlib import resources
@@ -343,7 +350,7 @@ def rank_choose(
     from fedstill.benchmark.tables import choice_table
     from fedstill.report import terminal
 
-    for suite in suites_of(tier, track):
+    for suite in suites_of(tier, track, out):
         if suite.choices_from:
             print(
                 f"{suite.name} has the fields that are chosen in {suite.choices_from.name}: "
@@ -351,7 +358,7 @@ def rank_choose(
             )
             continue
         rows = suite.find_rows(methods) or suite.ranked_rows
-        with executing(out / suite.name, jobs, quiet, devices) as execute:
+        with executing(out / suite.name, jobs, quiet, devices, overwrite=overwrite) as execute:
             with_choices = competing.choose_fields(suite, rows, out, execute)
         print(suite.recipe.paper)
         choices = choice_table(with_choices, rows)
@@ -375,15 +382,16 @@ def _comparison_with_shipped(suite: Suite, with_choices: Suite, rows: Sequence[s
 
 
 @rank.command(name="enter")
-def rank_enter(
+def rank_enter(  # noqa: PLR0913 - the options of the command rank enter
     method: Path,
     *,
     tier: str = "digits",
-    track: str = "space",
+    track: Text = "",
     name: Text = "",
     out: Path = RUNS,
     jobs: Jobs = None,
     devices: Devices = (),
+    overwrite: Flag = False,
     quiet: Quiet = False,
 ) -> int:
     """Enter your own method: check it, choose its fields, run it, write its entry, and print its
@@ -396,37 +404,35 @@ def rank_enter(
     Args:
         method: The method's file; docs/add_a_method.md describes how to write one.
         tier: digits, small, or the file of your own suite.
-        track: Which question: space, time, both, chain, public or peers.
+        track: Which question: space, time, both, chain, public or peers. By default, space.
         name: The name of its row. By default, the name of its class.
         out: The folder of runs and entries.
         jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
         devices: The CUDA devices over which runs with device = "cuda" are distributed, by number.
             By default, all.
+        overwrite: Replace runs that are damaged, or that have other settings, files or data.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.benchmark import competing
 
-    skipped: list[str] = []
-    for suite in suites_of(tier, track):
-        added = competing.add_method(suite, method, name)
-        with executing(out / suite.choosing_suite.name, jobs, quiet, devices) as execute:
-            competing.rehearse(added.suite, added.name, execute)
-            with_choices = competing.choose_fields(added.suite, [added.name], out, execute)
-        with executing(out / suite.name, jobs, quiet, devices) as execute:
-            (entry,) = competing.enter_rows(
-                with_choices, [added.name], out, execute, method.resolve()
-            )
-        folder = entry.folder
-        if tier.endswith(".toml"):
-            # No entries ship for a user's suite, so the table has all entries made here.
-            folder = entry.folder.parent
-        entered = _print_tables(folder, with_shipped=True)
-        skipped += entered.skipped
-        check = f"fedstill rank check {in_shell(entry.folder)} --replay 1"
-        if tier.endswith(".toml"):
-            check += f" --suite {in_shell(tier)}"
-        print(f"entry: {entry.folder}\ncheck it: {check}")
-    return int(bool(skipped))
+    suite = _suite_of_track(tier, track, out)
+    added = competing.add_method(suite, method, name)
+    choosing_folder = out / suite.choosing_suite.name
+    with executing(choosing_folder, jobs, quiet, devices, overwrite=overwrite) as execute:
+        competing.rehearse(added.suite, added.name, execute)
+        with_choices = competing.choose_fields(added.suite, [added.name], out, execute)
+    with executing(out / suite.name, jobs, quiet, devices, overwrite=overwrite) as execute:
+        (entry,) = competing.enter_rows(with_choices, [added.name], out, execute, method.resolve())
+
+    folder = entry.folder
+    check = f"fedstill rank check {in_shell(entry.folder)} --replay 1"
+    if suite.file is not None:
+        # No entries ship for a user's suite, so the table has all entries made here.
+        folder = entry.folder.parent
+        check += f" --suite {in_shell(suite.file)}"
+    entered = _print_tables(folder, with_shipped=True)
+    print(f"entry: {entry.folder}\ncheck it: {check}")
+    return int(bool(entered.skipped))
 
 
 @rank.command(name="check")
@@ -468,13 +474,16 @@ def rank_check(  # noqa: PLR0913 - the options of the command rank check
     """
     import secrets
 
-    from fedstill.benchmark.entries import find_entries, trust_entry
-    from fedstill.benchmark.replays import ReplayRequest, verdict
+    from fedstill.benchmark.entries import trust_entry
+    from fedstill.benchmark.replays import ReplayRequest, check_can_record, verdict
+    from fedstill.benchmark.standings import places_of_entries
 
+    if not replay:
+        _check_replay_options(rounds, draw, note)
+    if note is not None:
+        check_can_record(note)
     _read_suites(suite)
-    places: list[Path] = []
-    for folder in entries:
-        places += find_entries(folder)
+    places = [place for _, place in places_of_entries(entries)]
     if not places:
         raise ConfigError(
             "rank check: name at least one folder of an entry, e.g. "
@@ -494,6 +503,14 @@ def rank_check(  # noqa: PLR0913 - the options of the command rank check
                 print(line.text)
                 passed = passed and line.passed
     return int(not passed)
+
+
+def _check_replay_options(rounds: int, draw: int | None, note: Path | None) -> None:
+    """Raise ConfigError for an option that has no effect without a replay."""
+    is_set = {"--rounds": rounds > 0, "--draw": draw is not None, "--note": note is not None}
+    for option, is_used in is_set.items():
+        if is_used:
+            raise ConfigError(f"rank check: {option} needs --replay, e.g. --replay 1")
 
 
 @rank.command(name="page")
@@ -535,15 +552,16 @@ def rank_page(
 
 
 @rank.command(name="map")
-def rank_map(
+def rank_map(  # noqa: PLR0913 - the options of the command rank map
     method: str,
     *,
     tier: str = "digits",
     grid: Grid = (),
-    out: Path | None = None,
+    out: Path = RUNS,
     jobs: Jobs = None,
     devices: Devices = (),
     into_package: Flag = False,
+    overwrite: Flag = False,
     quiet: Quiet = False,
 ) -> int:
     """Show where a method helps: its gain over FedAvg in many cells, with the settings of the suite
@@ -558,13 +576,14 @@ def rank_map(
             method's file.
         tier: digits (minutes per method), small (hours), or the file of your own suite.
         grid: Other axes: a key and its values, e.g. --grid topology.sampled=2,5. May be repeated.
-        out: The folder of the runs, and of index.html, map.csv (a line for each run) and map.md. By
-            default, one under runs/rank.
+        out: The folder in which rank choose stored its choices. The runs, index.html, map.csv (a
+            line for each run) and map.md are in OUT/map-TIER.
         jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
         devices: The CUDA devices over which runs with device = "cuda" are distributed, by number.
             By default, all.
         into_package: Also add the map to those that ship, for maintainers: tier digits, the usual
             axes.
+        overwrite: Replace runs that are damaged, or that have other settings, files or data.
         quiet: Print no progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.benchmark.competing import with_stored_choices
@@ -574,17 +593,20 @@ def rank_map(
     from fedstill.config.overrides import parse_grid
     from fedstill.report import terminal
 
-    (suite,) = suites_of(tier, "space")
-    mapped = row_to_map(with_stored_choices(suite, RUNS), method)
+    suite = _suite_of_track(tier, "", out)
+    mapped = row_to_map(with_stored_choices(suite, out), method)
     name = str(mapped.suite.method_of(mapped.name)["name"])
     if into_package and (tier != "digits" or grid or ".py" in name):
         raise ConfigError(
             "--into-package: only methods of fedstill in the tier digits, without --grid, have "
             "maps that ship"
         )
-    folder = out or RUNS / f"map-{tier}"
+    settings = suite.tier
+    if suite.file is not None:
+        settings = suite.name
+    folder = out / f"map-{settings}"
     axes: Mapping[str, Sequence[Any]] = parse_grid(grid) or AXES
-    with executing(folder, jobs, quiet, devices) as execute:
+    with executing(folder, jobs, quiet, devices, overwrite=overwrite) as execute:
         method_map = make_map(mapped.suite, mapped.name, axes, folder / "runs", execute)
     cells = cell_table(method_map)
     terminal.console().print(terminal.PlainTable(cells.head, cells.lines, words=1))
@@ -599,13 +621,34 @@ def rank_map(
 # ---- shared by the commands ----------------------------------------------------------------------
 
 
-def suites_of(tier: str, track: str) -> list[Suite]:
-    """The suites of a tier, or the suite of a file."""
+def suites_of(tier: str, track: str, out: Path = RUNS) -> list[Suite]:
+    """The suites of a tier, or the suite of a file, with their runs in a folder.
+
+    Raises ConfigError for a track of a file.
+    """
     from fedstill.benchmark.suites import load_suite, read_suite, suite_names
 
-    if tier.endswith(".toml"):
-        return [read_suite(Path(tier))]
-    return [load_suite(name) for name in suite_names(tier, track)]
+    if not _is_file(tier):
+        suites = [load_suite(name) for name in suite_names(tier, track)]
+    elif track:
+        raise ConfigError(f"--track {track}: {tier} is one suite, without tracks; leave it out")
+    else:
+        suites = [read_suite(Path(tier))]
+    if out == RUNS:
+        return suites
+    return [replace(suite, out=out) for suite in suites]
+
+
+def _suite_of_track(tier: str, track: str, out: Path) -> Suite:
+    """The suite of a track in a tier, by default of the track space, or the suite of a file."""
+    if not _is_file(tier):
+        track = track or "space"
+    (suite,) = suites_of(tier, track, out)
+    return suite
+
+
+def _is_file(tier: str) -> bool:
+    return tier.endswith(".toml")
 
 
 def _read_suites(files: Sequence[Path]) -> None:
@@ -618,11 +661,16 @@ def _read_suites(files: Sequence[Path]) -> None:
 
 @contextmanager
 def executing(
-    folder: Path | None, jobs: int | None, quiet: bool, devices: Sequence[int] = ()
+    folder: Path | None,
+    jobs: int | None,
+    quiet: bool,
+    devices: Sequence[int] = (),
+    *,
+    overwrite: bool = False,
 ) -> Iterator[Execute]:
     """A function that executes runs and shows their progress.
 
-    Only one command at a time may use a folder.
+    Only one command at a time may use a folder. ``overwrite``: replace other and damaged runs.
     """
     from contextlib import ExitStack
 
@@ -634,7 +682,9 @@ def executing(
     with ExitStack() as stack:
         if folder is not None:
             stack.enter_context(claimed(folder))
-        yield lambda variants: followed_outcomes(variants, jobs, devices=devices, quiet=quiet)
+        yield lambda variants: followed_outcomes(
+            variants, jobs, devices=devices, quiet=quiet, overwrite=overwrite
+        )
 
 
 def _print_tables(folder: Path, with_shipped: bool) -> EnteredRows:

@@ -33,6 +33,7 @@ from fedstill.benchmark.suites import (
     Suite,
     SuiteRow,
     Try,
+    check_printable,
     check_slugs,
     load_suite,
     read_choice,
@@ -242,7 +243,7 @@ def add_method(suite: Suite, file: Path, name: str = "") -> SuiteRow:
 
     The tries are the method's class variable ``tries``: tables of its fields. Without it, they are
     FedAvg's learning rates. Raises ConfigError for a file without a method, for malformed tries,
-    and for a name whose folder another row has.
+    for names that tables cannot show, and for a name whose folder another row has.
     """
     if not file.is_file():
         raise ConfigError(f"there is no file {file}; name the file of a method")
@@ -252,6 +253,8 @@ def add_method(suite: Suite, file: Path, name: str = "") -> SuiteRow:
     if not isinstance(method, Method):
         raise ConfigError(f"{file}: {entry.name} is not a fedstill.Method")
     row = name or type(method).__name__
+    for text in (row, file.name):
+        check_printable(text)
     _check_data(suite, row, method)
     tries = _tries_of(suite, file, method)
     extended = suite.with_row(row, config_name, tries, topology_in(suite, method))

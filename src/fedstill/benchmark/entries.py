@@ -33,6 +33,7 @@ from fedstill.benchmark.suites import (
     Choice,
     Suite,
     Try,
+    check_printable,
     load_suite,
     read_choice,
     slug,
@@ -64,11 +65,6 @@ MAX_FILE_BYTES = 32 << 20
 
 MAX_FILES = 1000
 """The maximum number of files and folders in an entry."""
-
-UNSAFE = re.compile(r"[^ -~]|[<>|`\\]|^[=+\-@]|\]\(|^ | $")
-"""What names in tables and pages must not contain: all but printable ASCII, markup, formulas and
-links.
-"""
 
 CPU = "seconds_cpu"
 """The only time that an entry keeps: processor seconds."""
@@ -326,8 +322,7 @@ def _parse_entry(folder: Path, tree: Mapping[str, Any]) -> Entry:
         topology=_typed({"topology": {}, **tree}, "topology", dict),
     )
     for text in (entry.suite, entry.row, entry.method, *entry.made_with.values()):
-        if UNSAFE.search(str(text)):
-            raise ValueError(f"{text!r} contains a character that tables cannot show")
+        check_printable(str(text))
     return entry
 
 

@@ -247,6 +247,7 @@ def make_map(
         raise ConfigError(f"these axes have {len(values)} cells; the maximum is {MAX_CELLS}")
     if row == suite.floor:
         raise ConfigError(f"a map shows the gain over {suite.floor}; name another method")
+    _check_values(axes)
     _check_axes(suite, row, axes)
 
     columns = {_cell_name(cell): _column(suite, cell) for cell in values}
@@ -264,6 +265,14 @@ def make_map(
         name = _cell_name(cell)
         cells.append(MapCell(cell, scores[name], floor_scores[name], settings[name]))
     return MethodMap(row, axes, cells, suite.floor)
+
+
+def _check_values(axes: Mapping[str, Sequence[Any]]) -> None:
+    """Raise ConfigError for an axis with a repeated value: a cell would count twice."""
+    for key, values in axes.items():
+        repeated = [value for value in values if values.count(value) > 1]
+        if repeated:
+            raise ConfigError(f"--grid {key} has the value {repeated[0]!r} twice; name it once")
 
 
 def _check_axes(suite: Suite, row: str, axes: Iterable[str]) -> None:

@@ -63,6 +63,7 @@ class Recipe:
     counts; only in ``[method]`` do a column's fields extend the row's.
     ``starts``: further runs by name; cells with ``start_from = "NAME"`` start from their models.
     ``only``: by row, the columns in which it has a cell, if these are not all.
+    ``base``: the folder that paths are relative to; by default, the working directory.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Recipe:
     measures: tuple[str, ...] = DEFAULT_MEASURES
     starts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     only: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    base: Path | None = None
 
     def published_in(self, cell: Cell) -> Published:
         """The paper's numbers in a cell; empty if it prints none."""
@@ -129,7 +131,7 @@ class Recipe:
             start = self._start(tree["start_from"], seed, changes, out)
             cell_changes.pop("rounds", None)
             cell_changes["start_from"] = str(start.folder)
-        experiment = from_tree(tree, {}, None).with_values(cell_changes, COMMAND_LINE)
+        experiment = from_tree(tree, {}, self.base).with_values(cell_changes, COMMAND_LINE)
         variant = seeded(f"{row} | {column}", experiment, seed, _folder(out, f"{column} {row}"))
         return replace(variant, after=start)
 
@@ -149,7 +151,7 @@ class Recipe:
         """The run from whose model a cell starts."""
         if name not in self.starts:
             raise UnknownName("start", name, self.starts, place=self.name)
-        experiment = from_tree({**self.common, **self.starts[name]}, {}, None)
+        experiment = from_tree({**self.common, **self.starts[name]}, {}, self.base)
         changed = experiment.with_values(changes, COMMAND_LINE)
         return seeded(f"start {name}", changed, seed, _folder(out, f"start {name}"))
 

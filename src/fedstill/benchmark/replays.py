@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import os
 import reprlib
 import shutil
 import tempfile
@@ -40,7 +41,7 @@ from fedstill.benchmark.scoring import (
 )
 from fedstill.benchmark.suites import TEST_SEEDS, Suite
 from fedstill.config.experiment import from_tree
-from fedstill.core.errors import ConfigError, CorruptFile, DataAbsent
+from fedstill.core.errors import ConfigError, CorruptFile, DataAbsent, Interrupted
 from fedstill.core.files import make_folder, write_whole
 from fedstill.core.keys import numpy_generator, seed_for
 from fedstill.core.reports import json_value
@@ -423,6 +424,15 @@ def record_level(folder: Path, entry: Entry, level: str) -> None:
     write_whole(folder / REPLAYED_FILE, text.encode())
 
 
+def check_can_record(folder: Path) -> None:
+    """Raise ConfigError if no level can be recorded in a folder, which need not exist yet."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ConfigError(
+            f"{folder} cannot hold {REPLAYED_FILE}: {existing} is not a folder you may write to"
+        )
+
+
 def _read_replayed_file(folder: Path) -> list[list[str]]:
     path = folder / REPLAYED_FILE
     if not path.is_file():
@@ -460,7 +470,10 @@ class VerdictLine:
 
 
 def verdict(place: Path, execute: Execute, request: ReplayRequest) -> Iterator[VerdictLine]:
-    """The lines of the verdict on the entry in a folder: its checks, then its replayed runs."""
+    """The lines of the verdict on the entry in a folder: its checks, then its replayed runs.
+
+    Raises Interrupted if a replay was stopped.
+    """
     yield VerdictLine(str(place))
     try:
         entry = read_entry(place)
@@ -476,6 +489,12 @@ def verdict(place: Path, execute: Execute, request: ReplayRequest) -> Iterator[V
         yield from _replay_lines(entry, execute, request)
     except DataAbsent as error:
         yield VerdictLine(f"  not replayed: data are missing here: {error}", passed=False)
+    except Interrupted as error:
+        # Replays are in a temporary folder.
+        raise Interrupted(
+            f"stopped; nothing of this replay is kept, and --draw {request.number} draws the same "
+            "runs again"
+        ) from error
 
 
 def _replay_lines(entry: Entry, execute: Execute, request: ReplayRequest) -> Iterator[VerdictLine]:
@@ -485,27 +504,31 @@ def _replay_lines(entry: Entry, execute: Execute, request: ReplayRequest) -> Ite
         yield VerdictLine(
             f"  executing {entry.folder / entry.method_file}, which is part of the entry"
         )
+    rounds = first_rounds(request.rounds, suite, entry.row).get("rounds", 0)
     paths = ", ".join(run_path(column, seed) for column, seed in drawn)
     yield VerdictLine(f"  runs drawn with --draw {request.number}: {paths}")
-    replays = list(replay_runs(entry, drawn, execute, request.rounds))
+    replays = list(replay_runs(entry, drawn, execute, rounds))
     for replay in replays:
         yield VerdictLine(f"  {replay.level:9} {replay.path}", replay.level != "disagrees")
         for problem in replay.problems[:MAX_PROBLEMS]:
             yield VerdictLine(f"            {problem}")
 
     level = worst_level(replays)
-    if request.note is not None and not request.rounds:
+    if request.note is not None and not rounds:
         record_level(request.note, entry, level)
     yield VerdictLine(f"  replayed here: {level}", level != "disagrees")
     if level != "disagrees":
-        for limitation in _limitations(entry, replays, suite, request.rounds):
+        for limitation in _limitations(entry, replays, suite, rounds):
             yield VerdictLine(f"  {limitation}")
 
 
 def _limitations(
     entry: Entry, replays: Sequence[ReplayedRun], suite: Suite, rounds: int
 ) -> Iterator[str]:
-    """Sentences about what the replays of an entry do not prove."""
+    """Sentences about what the replays of an entry do not prove.
+
+    ``rounds``: how many rounds were replayed; 0: all.
+    """
     if worst_level(replays) != "bits":
         made_on = entry.made_with.get("processor", "an unknown processor")
         yield f"made on {made_on} or with other versions; there, only identical bits would pass"

@@ -349,7 +349,7 @@ def read_rows(folders: Sequence[Path]) -> EnteredRows:
     rows: dict[str, list[RankedRow]] = {}
     suites: dict[str, Suite] = {}
     skipped = []
-    for folder, place in _places_of_entries(folders):
+    for folder, place in places_of_entries(folders):
         try:
             entry = read_entry(place)
             check_entry(entry)
@@ -368,8 +368,11 @@ def read_rows(folders: Sequence[Path]) -> EnteredRows:
     return EnteredRows(rows, suites, skipped)
 
 
-def _places_of_entries(folders: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
-    """Each entry with the folder in which it was found."""
+def places_of_entries(folders: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
+    """Each entry with the folder in which it was found.
+
+    Raises ConfigError for a folder without an entry.
+    """
     for folder in folders:
         places = find_entries(folder)
         if not places:

@@ -5,6 +5,7 @@ each row, and the rows that serve as bounds.
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ import tomli_w
 from fedstill.benchmark.recipes import RANKING, Recipe, parse_recipe, recipe_text
 from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.core.fields import as_table
-from fedstill.core.files import make_folder, parse_toml, read_toml, write_whole
+from fedstill.core.files import in_shell, make_folder, parse_toml, read_toml, write_whole
 from fedstill.methods.fedavg import FedAvg
 from fedstill.running.compare import Variant
 
@@ -80,7 +81,26 @@ def _with_dotted_keys(suite: str, row: str, values: Try) -> dict[str, Any]:
     return dotted
 
 
-# ---- the folders of rows and columns -------------------------------------------------------------
+# ---- names and folders of rows and columns -------------------------------------------------------
+
+UNSAFE = re.compile(r"[^ -~]|[<>|`\\]|^[=+\-@]|\]\(|^ | $")
+"""What names in tables and pages must not contain: all but printable ASCII, markup, formulas and
+links.
+
+Entries come from strangers. With letters of all languages, a name could look like another one.
+"""
+
+
+def check_printable(name: str) -> None:
+    """Raise ConfigError for a name that tables and pages cannot show.
+
+    >>> check_printable("FedNTD + ASD")
+    """
+    if UNSAFE.search(name):
+        raise ConfigError(
+            f"the name {name!r} contains a character that tables of the ranking cannot show; use "
+            "letters without accents, digits and spaces, e.g. FedGap 2"
+        )
 
 
 def slug(name: str) -> str:
@@ -220,6 +240,8 @@ class Suite:
     empty: the suite's own rate.
     ``choices``: by row, the results of its tries.
     ``choices_from``: the suite whose choices this one uses, if it does not make its own.
+    ``file``: a user's file; None for a suite that ships.
+    ``out``: the folder of the runs, if it is not the usual one; ``choose_command`` names it.
     """
 
     tier: str
@@ -235,6 +257,8 @@ class Suite:
     rate_row: str = ""
     choices: Mapping[str, Choice] = field(default_factory=dict)
     choices_from: Suite | None = None
+    file: Path | None = None
+    out: Path | None = None
 
     @property
     def name(self) -> str:
@@ -258,9 +282,13 @@ class Suite:
     def choose_command(self) -> str:
         """The command that chooses the configurations."""
         suite = self.choosing_suite
-        if suite.name in suite_names():
-            return f"fedstill rank choose {suite.tier} --track {suite.track}"
-        return f"fedstill rank choose {suite.name}.toml"
+        if suite.file is None:
+            command = f"fedstill rank choose {suite.tier} --track {suite.track}"
+        else:
+            command = f"fedstill rank choose {in_shell(suite.file)}"
+        if self.out is not None:
+            command += f" --out {in_shell(self.out)}"
+        return command
 
     @property
     def ranked_rows(self) -> list[str]:
@@ -545,6 +573,7 @@ def load_suite(name: str) -> Suite:
 def read_suite(path: Path) -> Suite:
     """A suite from a user's file ``NAME.toml``; afterwards ``load_suite`` finds it by its name.
 
+    Paths in the file are relative to its folder.
     Raises ConfigError for a file that is not a suite, or has the name of one that ships.
     """
     if path.stem in suite_names():
@@ -554,6 +583,8 @@ def read_suite(path: Path) -> Suite:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the suite {path}: {error}") from error
     suite = _parse_suite(path.stem, tree)
+    recipe = replace(suite.recipe, base=path.parent.resolve())
+    suite = replace(suite, recipe=recipe, file=path)
     _suites_from_files[path.stem] = suite
     return suite
 
@@ -566,6 +597,8 @@ def _parse_suite(name: str, tree: Mapping[str, Any]) -> Suite:
     recipe = parse_recipe(
         f"{RANKING}/{name}", {key: tree[key] for key in ("paper", "common", "columns", "rows")}
     )
+    for text in (name, *recipe.rows):
+        check_printable(text)
     check_slugs(name, "rows", recipe.rows)
     check_slugs(name, "columns", recipe.columns)
     tier, _, track = name.partition("-")
