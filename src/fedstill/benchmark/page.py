@@ -19,6 +19,7 @@ from fedstill.benchmark.tables import (
     AGREEMENT_EXPLANATION,
     AGREEMENT_HEAD,
     AGREEMENT_TITLE,
+    GROUPS_EXPLANATION,
     agreement_lines,
     bar_texts,
     cell_table,
@@ -307,7 +308,8 @@ def _bar(x: float, group: Sequence[str]) -> Trace:
         y=[escaped(name) for name in group],
         line={"width": 3, "color": "#888888"},
         marker={"size": 7, "color": "#888888"},
-        hovertemplate="%{y}: no significant difference to the others on this bar<extra></extra>",
+        hovertemplate="%{y}: less than the critical difference from the others on this bar"
+        "<extra></extra>",
     )
 
 
@@ -376,13 +378,16 @@ PROCEDURE = (
 )
 INTERVALS = (
     "Intervals over all columns come from resampling the seeds within each column 10,000 times. "
-    "The value p is from a sign-flip test over columns × seeds, corrected for the number of "
-    "methods (Holm). In the table by column, intervals are Student's t intervals of differences "
-    "paired by seed. Five seeds do not support a claim about a single cell."
+    "The value p compares a method with the reference. It is from a sign-flip test over columns × "
+    "seeds, corrected for the number of methods (Holm). Grey bars and groups compare all pairs of "
+    "methods: mean ranks differ significantly if they are at least the critical difference of "
+    "Nemenyi's test apart, at a level of 5 % for all pairs together. The test counts columns × "
+    "seeds as independent. In the table by column, intervals are Student's t intervals of "
+    "differences paired by seed. Five seeds do not support a claim about a single cell."
 )
 BARS = (
     "Mean rank with its interval; 1 is best. Methods with a mark on the same grey bar do not "
-    "differ significantly in rank."
+    "differ significantly: their mean ranks are less than the critical difference apart."
 )
 LEARNED_AND_KEPT = (
     "Further right, more was learned; further up, more of it was kept. Along a dotted curve, "
@@ -432,9 +437,7 @@ def _section(standings: Standings) -> Section:
     blocks.append(Gallery(_standing_charts(standings), "top"))
     if standings.bars:
         groups = "; ".join(bar_texts(standings))
-        blocks.append(
-            Paragraph(f"Groups of methods that do not differ significantly in rank: {groups}.")
-        )
+        blocks.append(Paragraph(f"{GROUPS_EXPLANATION}: {groups}."))
     blocks.append(Folded("By column", [_sortable(cell_table(standings))]))
     blocks += _task_matrices(standings)
     blocks.append(Folded("The chosen fields, to copy", _field_listings(standings)))

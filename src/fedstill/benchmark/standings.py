@@ -124,7 +124,8 @@ class Standings:
     """The rows of a suite.
 
     ``placed``: the ranked rows, best mean rank first. ``bounds``: the rows that are not ranked.
-    ``bars``: groups of rows, by name, whose mean ranks do not differ significantly in any pair.
+    ``bars``: groups of rows, by name, whose mean ranks differ by less than the critical difference
+    in every pair.
     ``missing``: rows of the suite without an entry.
     """
 
@@ -144,6 +145,15 @@ class Standings:
     def block_count(self) -> int:
         """The number of blocks in which rows are ranked: columns × seeds."""
         return len(self.columns) * len(TEST_SEEDS)
+
+    @property
+    def critical_difference(self) -> float:
+        """The difference of two mean ranks that is significant by Nemenyi's test, at 0.05 for all
+        pairs of ranked rows together; NaN for fewer than two rows.
+        """
+        if len(self.placed) < 2:
+            return math.nan
+        return rank_metrics.nemenyi_width(len(self.placed), self.block_count)
 
     @property
     def rows_by_processor(self) -> dict[str, list[str]]:
@@ -199,8 +209,8 @@ def standings(suite: Suite, rows: Sequence[RankedRow]) -> Standings:
     if not ranked:
         return unranked
     scores = _accuracies(ranked, unranked.columns)
-    placed = _places(unranked, ranked, scores)
-    return replace(unranked, placed=placed, bars=_bars(placed, ranked, scores))
+    ranking = replace(unranked, placed=_places(unranked, ranked, scores))
+    return replace(ranking, bars=_bars(ranking.placed, ranking.critical_difference))
 
 
 def _accuracies(rows: Sequence[RankedRow], columns: Sequence[str]) -> Values:
@@ -210,15 +220,19 @@ def _accuracies(rows: Sequence[RankedRow], columns: Sequence[str]) -> Values:
     return flat.reshape(len(rows), len(columns), len(TEST_SEEDS))
 
 
-def _bars(placed: Sequence[Placed], ranked: Sequence[RankedRow], scores: Values) -> list[list[str]]:
-    """The groups of rows that do not differ, rows and groups in the order of their mean ranks."""
-    rank_of = {place.row.name: place.rank for place in placed}
-    differ = rank_metrics.told_apart(rank_metrics.ranks(scores))
-    groups = []
-    for indices in rank_metrics.bars(differ):
-        names = [ranked[index].name for index in indices]
-        groups.append(sorted(names, key=rank_of.__getitem__))
-    return sorted(groups, key=lambda group: (rank_of[group[0]], rank_of[group[-1]]))
+def _bars(placed: Sequence[Placed], critical_difference: float) -> list[list[str]]:
+    """The groups of rows that do not differ, rows and groups in the order of their mean ranks.
+
+    A test of each pair on its own would find differences among many equal rows.
+    """
+    ranks = np.array([place.rank for place in placed])
+    distances = np.abs(ranks[:, None] - ranks)
+    differ = (distances >= critical_difference).tolist()
+    return [_names(placed, indices) for indices in rank_metrics.bars(differ)]
+
+
+def _names(placed: Sequence[Placed], indices: Sequence[int]) -> list[str]:
+    return [placed[index].row.name for index in indices]
 
 
 def _places(unranked: Standings, ranked: Sequence[RankedRow], scores: Values) -> list[Placed]:

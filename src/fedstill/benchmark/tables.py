@@ -25,7 +25,7 @@ from fedstill.benchmark.standings import FEDAVG, Placed, RankedRow, Standings
 from fedstill.benchmark.suites import TEST_SEEDS, TIERS, TRACKS, Suite
 from fedstill.core.errors import CorruptFile
 from fedstill.core.files import make_folder, write_whole
-from fedstill.metrics.ranks import Difference, nemenyi_width
+from fedstill.metrics.ranks import Difference
 from fedstill.report import terminal
 from fedstill.report.summary import NONE
 from fedstill.report.table_files import TextTable
@@ -384,8 +384,7 @@ def description(standings: Standings) -> str:
     blocks = f"{_plural(len(standings.columns), 'column')} × {len(TEST_SEEDS)} seeds"
     text = f"{_plural(len(standings.placed), 'method')}, {blocks}"
     if len(standings.placed) > 1:
-        width = nemenyi_width(len(standings.placed), standings.block_count)
-        text += f"; critical difference (Nemenyi): {width:.2f} ranks"
+        text += f"; critical difference (Nemenyi): {standings.critical_difference:.2f} ranks"
     text += f". The fields were chosen {choosing_place(suite)}."
     if suite.rate_row:
         text += f" Tries without a learning rate use the one chosen for {suite.rate_row}."
@@ -421,8 +420,14 @@ def _processors(rows_by_processor: Mapping[str, Sequence[str]], unit: str) -> st
     )
 
 
+GROUPS_EXPLANATION = (
+    "Groups of methods that do not differ significantly, because their mean ranks are less than "
+    "the critical difference apart"
+)
+
+
 def bar_texts(standings: Standings) -> list[str]:
-    """The groups of methods whose ranks do not differ significantly."""
+    """The groups of methods whose mean ranks differ by less than the critical difference."""
     return [", ".join(names) for names in standings.bars]
 
 
@@ -436,7 +441,8 @@ def terminal_tables(standings: Standings) -> Iterator[RenderableType]:
     for table in (standing_table_by_name(standings), cell_table(standings)):
         yield terminal.PlainTable(table.head, table.lines)
     if standings.bars:
-        yield Text(f"no significant difference in rank: {'; '.join(bar_texts(standings))}")
+        groups = "; ".join(bar_texts(standings))
+        yield Text(f"mean ranks less than the critical difference apart: {groups}")
     if standings.missing:
         yield Text(f"no entry yet: {', '.join(standings.missing)}")
 
@@ -449,7 +455,7 @@ def markdown_tables(standings: Standings) -> str:
         parts.append(cell_table(standings).markdown().rstrip())
     if standings.bars:
         bullets = "\n".join(f"- {text}" for text in bar_texts(standings))
-        parts.append(f"Groups of methods that do not differ significantly in rank:\n\n{bullets}")
+        parts.append(f"{GROUPS_EXPLANATION}:\n\n{bullets}")
     if standings.missing:
         parts.append(f"No entry yet: {', '.join(standings.missing)}.")
     return "\n\n".join(parts) + "\n"
