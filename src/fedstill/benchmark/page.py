@@ -380,10 +380,10 @@ INTERVALS = (
     "Intervals over all columns come from resampling the seeds within each column 10,000 times. "
     "The value p compares a method with the reference. It is from a sign-flip test over columns × "
     "seeds, corrected for the number of methods (Holm). Grey bars and groups compare all pairs of "
-    "methods: mean ranks differ significantly if they are at least the critical difference of "
-    "Nemenyi's test apart, at a level of 5 % for all pairs together. The test counts columns × "
-    "seeds as independent. In the table by column, intervals are Student's t intervals of "
-    "differences paired by seed. Five seeds do not support a claim about a single cell."
+    "methods by Nemenyi's test, at a level of 5 % for all pairs together. Two methods differ "
+    "significantly if their mean ranks are at least the critical difference apart. The test counts "
+    "columns × seeds as independent. In the table by column, intervals are Student's t intervals "
+    "of differences paired by seed. Five seeds do not support a claim about a single cell."
 )
 BARS = (
     "Mean rank with its interval; 1 is best. Methods with a mark on the same grey bar do not "
