@@ -433,3 +433,22 @@ def test_what_was_fetched_is_kept_at_the_server_no_longer() -> None:
     assert asked(server, Patience(deadline=20, retries=0)) == [""]
     assert server.sent
     assert not [id for id in server.sent if id in server.state.object_store]
+
+
+def test_a_reply_that_comes_after_its_stage_is_kept_at_the_server_no_longer() -> None:
+    """Such as the second reply of a site that was asked twice, because it was slow."""
+    server = Server(2)
+    fleet = Fleet(server.grid(), Patience(deadline=1, ttl=60, retries=0))
+    requests = [Request("v", "c", "s", "run", c, Stage(1, 0, "train", (0, 1))) for c in (0, 1)]
+    beside(lambda: server.answer(1, good(1)))
+    first, second = fleet.ask(requests)
+    assert "deadline" in first.failure
+    assert second.failure == ""
+    server.sent.clear()
+    server.answer(0, good(0, size=10))
+    kept = set(server.sent)
+    assert [id for id in kept if id in server.state.object_store]
+    beside(lambda: server.answer(1, good(1)))
+    (again,) = fleet.ask([Request("v", "c", "s", "run", 1, Stage(2, 0, "train", (1,)))])
+    assert again.failure == ""
+    assert not [id for id in kept if id in server.state.object_store]

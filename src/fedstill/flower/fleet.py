@@ -74,6 +74,8 @@ class ReplyFetcher:
     grid: Grid
     # by the id of the message that is answered
     _fetched: dict[str, _ReplyDownload] = field(default_factory=dict)
+    # the ids of messages whose replies have not arrived and are no longer needed
+    _abandoned: set[str] = field(default_factory=set)
 
     def pull(self, limits: Mapping[str, int]) -> dict[str, FetchedReply]:
         """The available replies, or the reasons why they are missing, by the id of the request.
@@ -96,22 +98,30 @@ class ReplyFetcher:
         return {id: self._fetched.pop(id).future.result() for id in ready}
 
     def drop(self, ids: Iterable[str]) -> None:
-        """Stop fetching the replies to some messages, because they are no longer needed."""
+        """Stop fetching the replies to some messages, because they are no longer needed. The server
+        deletes those that arrive later.
+        """
         for id in ids:
             if id in self._fetched:
                 self._fetched.pop(id).stop.set()
+            else:
+                self._abandoned.add(id)
 
     def _start(self, limits: Mapping[str, int]) -> None:
         from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 
-        if not limits:
+        ids = [*limits, *self._abandoned]
+        if not ids:
             return
         server: Any = self.grid
-        request = PullAppMessagesRequest(message_ids=list(limits))
+        request = PullAppMessagesRequest(message_ids=ids)
         pulled = server._runtime_client.PullMessages(request)
         for proto, tree in zip(pulled.messages_list, pulled.message_object_trees, strict=True):
             answered = proto.metadata.reply_to_message_id
-            if answered in limits and answered not in self._fetched:
+            if answered in self._abandoned:
+                self._abandoned.discard(answered)
+                _confirm(server, proto.metadata.message_id)
+            elif answered in limits and answered not in self._fetched:
                 fetch = _ReplyDownload(server, proto.metadata.message_id, tree, limits[answered])
                 self._fetched[answered] = fetch
                 threading.Thread(target=fetch, daemon=True).start()
@@ -140,22 +150,12 @@ class _ReplyDownload:
 
     def _fetch(self) -> FetchedReply:
         from flwr.app import Message
-        from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
         from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-        from httpx import HTTPError
 
-        client = self.grid._runtime_client
-        run = self.grid.run.run_id
-        received = ConfirmMessageReceivedRequest(
-            node=self.grid.node, run_id=run, message_object_id=self.root
-        )
         try:
-            parts = self._parts(client, run)
+            parts = self._parts(self.grid._runtime_client, self.grid.run.run_id)
         finally:
-            # After this the server deletes the reply. If it fails, a complete reply is still valid,
-            # and the reason why a reply was lost still holds.
-            with suppress(HTTPError):
-                client.ConfirmMessageReceived(received)
+            _confirm(self.grid, self.root)
         self._check_size(unfolded(parts))
         message = inflate_object_from_contents(self.root, parts)
         if not isinstance(message, Message):
@@ -200,6 +200,21 @@ class _ReplyDownload:
             raise BadPayload(
                 f"the message has {size} bytes or more, over the limit of {self.max_bytes}"
             )
+
+
+def _confirm(grid: Any, reply: str) -> None:
+    """Confirm that a reply was received, so that the server deletes it.
+
+    If this fails, a complete reply is still valid, and the reason why a reply was lost still holds.
+    """
+    from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+    from httpx import HTTPError
+
+    received = ConfirmMessageReceivedRequest(
+        node=grid.node, run_id=grid.run.run_id, message_object_id=reply
+    )
+    with suppress(HTTPError):
+        grid._runtime_client.ConfirmMessageReceived(received)
 
 
 class _Lost(Exception):
