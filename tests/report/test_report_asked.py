@@ -79,6 +79,7 @@ def test_the_page_has_both_sections_and_a_run_without_queries_none(
     assert noise_probes(Report(others)) is None
     compared = [*others, Group("qkt <b>", found[0].runs)]
     assert "qkt &lt;b&gt;, seed" in as_html(noise_probes(Report(compared)))
+    assert "qkt &lt;b&gt;, seed" in as_html(asked(Report(compared)))
 
 
 def test_queries_without_a_teacher_are_told(tmp_path: Path, one: Path) -> None:

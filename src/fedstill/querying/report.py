@@ -247,9 +247,12 @@ def asked(report: Report) -> Section | None:
         return None
     style = report.style
     charts = [Chart([_trade(groups, style)], ABOUT_TRADE, "Forgetting against gain")]
-    runs = [run for group in groups for run in group.started if _has_scores(run)]
-    if runs:
-        charts.append(Chart([_epochs(runs[0])], ABOUT_PHASES, "Accuracy by epoch"))
+    with_scores = [group for group in groups if _scored_runs(group)]
+    if with_scores:
+        group = with_scores[0]
+        run = _scored_runs(group)[0]
+        about_run = f"{ABOUT_PHASES} Shown: {group.label}, seed {run.seed}."
+        charts.append(Chart([_epochs(run)], about_run, "Accuracy by epoch"))
 
     about = ABOUT
     if any(asks_again(group) for group in groups):
@@ -267,8 +270,8 @@ def _has_answers(run: Run) -> bool:
     return any(query.round == run.numbers.rounds[-1] for query in queries(run))
 
 
-def _has_scores(run: Run) -> bool:
-    return bool(_phases(run, "scores"))
+def _scored_runs(group: Group) -> list[Run]:
+    return [run for run in group.started if _phases(run, "scores")]
 
 
 def noise_probes(report: Report) -> Section | None:
