@@ -11,7 +11,7 @@ from plain import Federation, average, ce, check, check_matters, drive, ready_fo
 from torch import Tensor, nn
 
 import toys
-from fedstill.core.records import Payload, Stage
+from fedstill.core.records import Examples, Payload, Stage
 
 Objective = Callable[[nn.Module, nn.Module, Tensor, Tensor, list[int]], Tensor]
 
@@ -174,7 +174,9 @@ def begun(fields: dict[str, object], counts: list[int]) -> tuple[object, object]
     ready = ready_for(fields)
     start, stage = ready.world.initial(0), Stage(1, 0, "train", (0,))
     view = ready.sites.view(0, stage)
-    view = replace(view, counts=torch.tensor(counts))
+    labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    data = Examples(torch.zeros(len(labels), *view.data.values.shape[1:]), labels)
+    view = replace(view, data=data, counts=torch.tensor(counts))
     work = ready.settings.method.work(stage)
     return work, work.begin(Payload(params=start), Payload(), view, ready.world)
 
