@@ -44,17 +44,22 @@ def write_rows(path: Path) -> None:
     path.write_text("\n".join(lines), encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs over hospitals: ``together`` and ``alone``."""
-    folder = tmp_path_factory.mktemp("names")
-    write_rows(folder / "hospitals.csv")
-    (folder / "my.toml").write_text(CONFIG, encoding="utf-8")
+def run_both(folder: Path, config: str) -> None:
+    """The runs ``together`` and ``alone`` of a config."""
+    (folder / "my.toml").write_text(config, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert call(["run", "my.toml", "--out", "together", "-q"]) == 0
         alone = ["-s", "method=local_only", "-s", "rounds=1", "--out", "alone", "-q"]
         assert call(["run", "my.toml", *alone]) == 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs over hospitals: ``together`` and ``alone``."""
+    folder = tmp_path_factory.mktemp("names")
+    write_rows(folder / "hospitals.csv")
+    run_both(folder, CONFIG)
     return folder
 
 
@@ -143,12 +148,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parquet.write_table(pyarrow.table(columns), folder / "study.parquet")
     config = CONFIG.replace("hospitals.csv", "study.parquet").replace("hospital", "subject")
     config = config.replace("clients = 3", "clients = 5")
-    (folder / "my.toml").write_text(config, encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        assert call(["run", "my.toml", "--out", "together", "-q"]) == 0
-        alone = ["-s", "method=local_only", "-s", "rounds=1", "--out", "alone", "-q"]
-        assert call(["run", "my.toml", *alone]) == 0
+    run_both(folder, config)
     return folder
 
 

@@ -98,18 +98,6 @@ def test_intervals_of_five_seeds_hold_the_truth_as_often_as_they_say() -> None:
     assert plain / 300 < 0.88 < ours / 300
 
 
-def test_pairs_that_are_told_apart_are_those_whose_difference_is() -> None:
-    own = (
-        np.random.default_rng(8).normal(size=(5, 2, 5)) + np.array([0, 0.5, 1, 2, 4])[:, None, None]
-    )
-    apart = ranks.told_apart(own)
-    for i, j in itertools.product(range(5), repeat=2):
-        low, high = ranks.interval(own[i] - own[j])
-        assert apart[i][j] == (i != j and bool(low > 0 or high < 0))
-    assert apart[0][4]
-    assert ranks.told_apart(own[:, :, :1]) == [[False] * 5] * 5
-
-
 def test_equal_differences_have_no_width_and_one_seed_no_interval() -> None:
     assert ranks.interval([[0.25] * 5, [0.25] * 5]) == (0.25, 0.25)
     assert all(math.isnan(end) for end in ranks.interval([[1.0], [2.0]]))

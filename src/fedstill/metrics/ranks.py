@@ -9,7 +9,6 @@ Functions import scipy when they are called, because the import takes a second.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -162,25 +161,6 @@ def interval(values: TensorLike, draws: int = DRAWS, seed: int = 0) -> tuple[flo
     if seeds < 2:
         return float("nan"), float("nan")
     return _ends(resampled_means(array, draws, seed), columns, seeds)
-
-
-def told_apart(values: TensorLike, draws: int = DRAWS, seed: int = 0) -> list[list[bool]]:
-    """Whether the interval of the mean difference of two methods excludes 0, for each pair:
-    (methods, methods). All methods share the draws.
-
-    values: (methods, columns, seeds), scores or their ranks.
-    """
-    array = np.asarray(values, dtype=np.float64)
-    methods, columns, seeds = array.shape
-    differ = [[False] * methods for _ in range(methods)]
-    if seeds < 2:
-        return differ
-    drawn = resampled_means(array, draws, seed)
-    for i, j in itertools.combinations(range(methods), 2):
-        low, high = _ends(drawn[:, i] - drawn[:, j], columns, seeds)
-        differ[i][j] = bool(low > 0 or high < 0)
-        differ[j][i] = differ[i][j]
-    return differ
 
 
 def _ends(drawn: Values, columns: int, seeds: int) -> tuple[float, float]:

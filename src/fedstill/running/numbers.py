@@ -357,16 +357,6 @@ class RunNumbers:
             columns.append(rows.get(max(rows, default=0), []))
         return [list(row) for row in zip(*columns, strict=True)]
 
-    def task_accuracy(self) -> dict[int, list[float | None]]:
-        """The accuracy on each task at the end of each task, by round; round 0 has the untrained
-        model's.
-        """
-        columns = self._with_axes("task_accuracy", {"round", "task"})
-        tasks = max((int(column.coordinates["task"].max()) for column in columns), default=0)
-        # Tasks count from 1.
-        rows = self._rows("task_accuracy", "task", tasks + 1)
-        return {number: row[1:] for number, row in rows.items()}
-
     @functools.cached_property
     def task_rows(self) -> Values:
         """The accuracy matrix, (T', T): a row for the end of each task up to the last one that has
