@@ -1,8 +1,7 @@
 """Turns stored values into the inputs of a network: normalisation of images, and their
 augmentation.
 
-Augmentation uses tensors of raw pixels. All random numbers come from the generator argument, or,
-without a generator, from the operating system.
+Augmentation uses raw pixels. Without a generator, random numbers come from the operating system.
 
 Source: FedNTD's and FedSeq's pipelines: crop, flip and rotation on raw pixels (so that padding is
 black), then normalise, then Cutout (so that the hole is 0 after normalisation, the mean colour).

@@ -318,6 +318,7 @@ class LoneClient(TrainingClients):
 
         models = frozen_teachers(self.start.teachers, self.view.model)
         modules = [contract.module(model.spec, "frozen") for model in models.values()]
+        # With batch statistics, a teacher's outputs depend on the student's batch.
         outputs_vary = self.augments or any(map(depends_on_batch, modules))
         fixed_inputs = None
         if not outputs_vary and sees_every_example(self.setup.plan, self.examples):

@@ -268,8 +268,7 @@ class Calibrate(ClientWork):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload]:
-        present = start.constants["present"].to(dtype=torch.int64)
-        head = {name: value.clone() for name, value in start.constants["head"].items()}
+        head = {name: value.clone() for name, value in start["head"].items()}
         for name, rows in params.items():
-            head[name][present] = rows
+            head[name][start["present"]] = rows
         return Payload(head=head), NOTHING
