@@ -269,6 +269,16 @@ def test_the_working_directory_is_not_replaced_by_the_folder(
     assert (tmp_path / "new" / "model.py").is_file()
 
 
+@pytest.mark.parametrize("option", ["--onnx", "--pt2"])
+def test_a_folder_in_place_of_a_file_is_refused_with_the_name_of_a_file(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    assert call(["export", str(finished), option, str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path / "model.") in error
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_round_is_the_only_one_of_a_run_with_one_round(tmp_path: Path) -> None:
     for rounds in (1, 2):
         folder = tmp_path / f"run{rounds}"

@@ -234,11 +234,12 @@ class StepRecorder:
             detached = {name: value.detach() for name, value in terms.items()}
             self.recordings[key] = Recording(graph, recorded, detached)
 
-        for tensor in self.state():
-            if id(tensor) not in state_ids:
-                # Momentum that starts in a recording has no value, because nothing was computed.
+        started = [tensor for tensor in self.state() if id(tensor) not in state_ids]
+        if started:
+            # Momentum that starts in a recording has no value, because nothing was computed.
+            for tensor in started:
                 tensor.detach().zero_()
-                self._refuse("momentum starts late")
+            self._refuse("momentum starts late")
 
     def _verify(self, recording: Recording, arguments: StepArguments) -> Terms:
         """Execute a step twice from the same state: directly and as a replay. The recording is used

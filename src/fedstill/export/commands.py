@@ -100,10 +100,20 @@ class _ModelFiles:
     def __bool__(self) -> bool:
         return bool(self.onnx or self.pt2 or self.folder)
 
+    def check_names(self) -> None:
+        """Raise ConfigError if a file's name is that of a folder."""
+        for option, file in (("--onnx", self.onnx), ("--pt2", self.pt2)):
+            if file and file.is_dir():
+                suggested = file / f"model.{option.removeprefix('--')}"
+                raise ConfigError(
+                    f"{option} {file} is a folder; name a file, e.g. {option} {suggested}"
+                )
+
 
 def _write_models(run: Path, client: str | None, round: str | None, files: _ModelFiles) -> None:
     from fedstill.export.upload_folder import check_new_folder
 
+    files.check_names()
     if files.folder:
         check_new_folder(files.folder)
     model = _load(run, client, round)
