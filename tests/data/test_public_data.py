@@ -75,6 +75,12 @@ def test_a_folder_of_ones_own_images(tmp_path: Path) -> None:
     assert len(public(public_from=str(folder), public=5)) == 5
 
 
+def test_hidden_files_are_no_public_images(tmp_path: Path) -> None:
+    folder = images(tmp_path / "mine")
+    (folder / "._000.png").write_bytes(b"a Mac writes such a file beside each image")
+    assert len(public(public_from=str(folder))) == 12
+
+
 def test_images_of_another_size_or_kind_are_resized_if_that_is_said(tmp_path: Path) -> None:
     folder = images(tmp_path / "large", side=9, mode="RGB")
     with pytest.raises(DataError, match=r"\(3, 9, 9\).*\(1, 4, 4\).*public_resize"):

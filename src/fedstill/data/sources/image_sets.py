@@ -322,13 +322,13 @@ def _without_class(images: Sequence[Path]) -> Path | None:
 def images_in(place: Path) -> list[Path]:
     """The image files directly in a folder, sorted by name; empty if the folder does not exist.
 
-    A folder with such files has no folders of classes.
+    Hidden files are left out. A folder with such files has no folders of classes.
     """
     with file_errors(place):
         if not place.is_dir():
             return []
         images = (path for path in place.iterdir() if has_suffix(path, IMAGE_SUFFIXES))
-        return sorted(path for path in images if path.is_file())
+        return sorted(path for path in images if path.is_file() and path.name[0] != ".")
 
 
 @dataclass(frozen=True, eq=False)
