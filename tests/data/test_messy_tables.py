@@ -233,6 +233,20 @@ def test_codes_with_leading_zeros_are_the_same_in_all_files(text_split: str) -> 
         assert {0, 1} <= set(examples.labels.tolist())
 
 
+@pytest.mark.parametrize("codes", [("01", "02"), ("1.50", "10"), ("false", "true")])
+def test_declared_categories_are_compared_as_they_are_written(codes: tuple[str, ...]) -> None:
+    name = csv("x,code,label", *(f"{{}},{code},{code}!" for code in codes))
+    data = load_dataset(name, columns=("x", "code"), categorical=(("code", codes),))
+    assert data.about.categories == (("code", codes),)
+    assert torch.equal(data.train.labels, data.train.values[:, 1:].argmax(1))
+
+
+def test_declared_numbers_are_equal_however_they_are_written() -> None:
+    name = csv("x,code,label", "{},1.0,a", "{},2,b")
+    data = load_dataset(name, columns=("x", "code"), categorical=(("code", ("1", "2")),))
+    assert torch.equal(data.train.labels, data.train.values[:, 1:].argmax(1))
+
+
 # Decimal commas
 
 

@@ -20,9 +20,11 @@ import pyarrow.parquet as pq
 
 from fedstill.core.errors import DataError, on_one_line
 from fedstill.core.fields import nfc
-from fedstill.data.dataset import DEFAULT_OPTIONS, FILE, ReadingOptions
+from fedstill.data.dataset import DEFAULT_OPTIONS, FILE, ReadingOptions, Value
+from fedstill.data.encoding import category_name
 from fedstill.data.sources.files import EXAMPLE_BYTES, check_ratio, check_size, file_errors
 from fedstill.data.sources.schema import (
+    NUMBER,
     holds_bytes,
     holds_numbers,
     holds_text,
@@ -641,13 +643,25 @@ def csv_table(
                 raise DataError(
                     f"{path}, column {field.name!r}, is not in UTF-8; save the file as CSV in UTF-8"
                 )
+        coded = [column for column, codes in options.categorical if any(map(_is_code, codes))]
         numeric_texts = [
             stored
             for stored, name in zip(table.column_names, names, strict=True)
-            if name in texts and not holds_text(table.schema.field(stored).type)
+            if name in (*texts, *coded) and not holds_text(table.schema.field(stored).type)
         ]
         table = _with_texts(path, separator, options, table, numeric_texts)
     return with_strays(str(path), table.rename_columns(names))
+
+
+def _is_code(category: Value) -> bool:
+    """Whether a declared category is a text that changes if it is read as a number or a truth
+    value, such as 01 and true.
+    """
+    if not isinstance(category, str):
+        return False
+    if re.match(NUMBER, category):
+        return category_name(float(category)) != category
+    return category in ("true", "false", "TRUE", "FALSE")
 
 
 def _parsed_csv(path: Path, separator: str, **conversion: Any) -> pa.Table:
