@@ -165,6 +165,17 @@ def test_more_features_than_examples_have_a_solution_for_every_penalty_and_none_
     )
 
 
+def test_sums_that_no_examples_have_do_not_ask_for_the_penalty_that_is_set() -> None:
+    sums = feature_sums(torch.eye(3), torch.tensor([0, 1, 1]), 2)
+    flipped = [-value for value in sums.values()]
+    with pytest.raises(ConfigError, match="ridge") as without:
+        solved(*flipped, ridge=0.0)
+    assert "method.ridge above 0" in str(without.value)
+    with pytest.raises(ConfigError, match="ridge") as penalised:
+        solved(*flipped, ridge=1.0)
+    assert "above 0" not in str(penalised.value)
+
+
 @pytest.mark.parametrize("method", ["fedavg", "feddc"])
 def test_any_method_may_end_with_it(method: str) -> None:
     last = ready_for(method, topology={"clients": 6, "sampled": 4, "last": "ridge"})

@@ -143,8 +143,8 @@ def solved(gram: Tensor, cross: Tensor, ridge: float) -> dict[str, Tensor]:
     error to one-hot labels.
 
     gram, cross: as in ``feature_sums``; ridge >= 0 penalises the squares of the weights. Raises
-    ConfigError if there is no unique solution: without examples, or for linearly dependent features
-    without a penalty.
+    ConfigError if there is no unique solution: without examples, for linearly dependent features
+    without a penalty, or for sums that no examples have, such as those of a hostile client.
 
     >>> exact = solved(
     ...     *feature_sums(torch.tensor([[0.0], [2.0]]), torch.tensor([0, 1]), 2).values(), ridge=0.0
@@ -156,9 +156,14 @@ def solved(gram: Tensor, cross: Tensor, ridge: float) -> dict[str, Tensor]:
     penalty[-1] = 0.0
     root, failed = torch.linalg.cholesky_ex(gram + torch.diag(penalty))
     if failed:
+        remedy = "set method.ridge above 0, and give clients examples"
+        if ridge > 0:
+            remedy = (
+                "give clients examples, leave out hostile clients, and raise the method's ridge, "
+                "if it has one"
+            )
         raise ConfigError(
-            f"the sums of the clients' features have no one solution at ridge = {ridge:g}: "
-            "set method.ridge above 0, and give clients examples"
+            f"the sums of the clients' features have no one solution at ridge = {ridge:g}: {remedy}"
         )
     layer = torch.cholesky_solve(cross, root)  # (D+1, C)
     return {"head.weight": layer[:-1].T.contiguous(), "head.bias": layer[-1].clone()}
