@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,21 @@ def test_the_command_checks(made: Path, copied: Path, capsys: pytest.CaptureFixt
     path.write_bytes(path.read_bytes() + b" ")
     assert call(["unlearn", str(copied / "tuned"), "--check"]) != 0
     assert str(path) in capsys.readouterr().err
+
+
+def test_a_run_without_new_training_has_no_range_of_rounds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    topology = {"clients": 6, "sampled": 1}
+    experiment = toys.toy("fedavg", rounds=2, topology=topology, keep_checkpoints_every=1)
+    run(experiment, tmp_path / "run", toys.blobs())
+    events = read_journal(tmp_path / "run" / "journal.jsonl")
+    acted = {event["client"] for event in events if event["event"] == "client"}
+    request = UnlearningRequest(clients=(min(set(range(6)) - acted),))
+    folder = tmp_path / "idle"
+    unlearn(tmp_path / "run", request, strategy_named("retraining", {}), folder, data=toys.blobs())
+    assert call(["unlearn", str(folder), "--check"]) == 0
+    assert not re.search(r"rounds \d+ to \d+", capsys.readouterr().out)
 
 
 def recertified(folder: Path, path: tuple[str, ...], value: object) -> None:

@@ -188,10 +188,14 @@ def _print(directory: Path, certificate: Mapping[str, Any]) -> None:
     request = UnlearningRequest(**{key: tuple(ids) for key, ids in certificate["request"].items()})
     rounds = certificate["rounds"]
     screen = terminal.console(sentences=True)
+    trained = "no client trained anew"
+    if rounds["first"] <= rounds["last"]:
+        trained = (
+            f"rounds {rounds['first']} to {rounds['last']} were trained without the forgotten data"
+        )
     terminal.tell(
         screen,
-        f"{directory}: {request.text} forgotten by {certificate['strategy']['name']}; rounds "
-        f"{rounds['first']} to {rounds['last']} were trained without the forgotten data.",
+        f"{directory}: {request.text} forgotten by {certificate['strategy']['name']}; {trained}.",
     )
     table = verification_table([certificate])
     if not table.rows:
