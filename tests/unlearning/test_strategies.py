@@ -380,6 +380,11 @@ UNSUITABLE: dict[str, tuple[Experiment, str, str]] = {
         "federaser",
         "server",
     ),
+    "learning rates that fall far": (
+        toys.toy("fedavg", rounds=3, plan={"epochs": 1, "lr_decay": 1e-6}, keep_updates=True),
+        "federaser",
+        r"plan\.lr_decay",
+    ),
     "no updates": (toys.toy("fedavg", rounds=1), "federaser", "keep_updates"),
     "no public data": (
         toys.toy("fedavg", rounds=1, keep_updates=True),
