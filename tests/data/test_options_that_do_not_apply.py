@@ -129,3 +129,12 @@ def test_a_sparse_tensor_is_refused() -> None:
     values = torch.eye(ROWS).to_sparse()
     with pytest.raises(DataError, match=r"to_dense\(\)"):
         fedstill.from_tensors("mine", (values, torch.tensor(LABELS)))
+
+
+@pytest.mark.parametrize("masked", ["values", "labels"])
+def test_masked_values_are_not_read_as_numbers(masked: str) -> None:
+    pair = {"values": np.ma.array(np.zeros((ROWS, 2))), "labels": np.ma.array(LABELS)}
+    fedstill.from_tensors("mine", (pair["values"], pair["labels"]))
+    pair[masked][1] = np.ma.masked
+    with pytest.raises(DataError, match=rf"{masked}.*filled"):
+        fedstill.from_tensors("mine", (pair["values"], pair["labels"]))

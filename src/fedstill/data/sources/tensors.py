@@ -272,7 +272,12 @@ def checked_pair(part: str, pair: Any) -> Any:
 def as_array(part: str, values: object) -> NDArray[Any]:
     """A tensor or an array as an array that torch can read; raises DataError for anything else."""
     if isinstance(values, np.ndarray):
-        return np.require(values, requirements=["C", "W"])
+        if np.ma.is_masked(values):
+            raise DataError(
+                f"{part} are an array with masked values; pass values.filled(NUMBER), or leave out "
+                "these examples"
+            )
+        return np.require(np.asarray(values), requirements=["C", "W"])
     if not isinstance(values, Tensor):
         raise DataError(f"{part} are a {type(values).__name__}, not a tensor or a NumPy array")
     if values.layout != torch.strided:
