@@ -75,6 +75,18 @@ def test_classes_that_are_alike_but_for_blanks_and_capitals_are_named() -> None:
     assert "'no' and 'No '" in second
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "warns"),
+    [("examples", True), ("median", True), ("trimmed_mean", False), ("krum", False)],
+)
+def test_a_share_of_suspected_clients_needs_a_rule_that_uses_it(
+    aggregation: str, warns: bool
+) -> None:
+    method = {"name": "fedavg", "aggregation": aggregation, "suspected": 0.2}
+    said = _said(_data([0, 1, 2, 3], [0, 1, 2, 3]), method=method)
+    assert ["method.suspected" in warning for warning in said] == [True] * warns
+
+
 def test_a_run_says_which_columns_were_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

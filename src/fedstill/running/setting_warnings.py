@@ -32,6 +32,9 @@ TOO_FAST = 10
 
 DEFAULT_PLAN = Plan()
 
+RULES_WITH_SHARE = ("trimmed_mean", "krum")
+"""The robust means that use the share of suspected clients."""
+
 MOST_NAMED = 5
 """The most classes that are named in one sentence."""
 
@@ -48,6 +51,7 @@ def setting_warnings(prepared: Prepared) -> Iterator[str]:
     warning = settings.method.setting_warnings(world)
     if warning:
         yield f"method {settings.named.method.label}: {warning}"
+    yield from _ineffective_share(settings.method)
     for spec in dict.fromkeys((world.server_model, *world.client_models)):
         yield from network_warnings(spec, prepared.sites)
     for stage, plan in world.plans.items():
@@ -184,6 +188,17 @@ def ineffective_plan_keys(plans: Mapping[str, Plan], defaults: Mapping[str, Plan
                 f"{getattr(plan, rule.condition)!r}; remove it, or set {rule.condition} = "
                 f"{rule.values[0]!r}"
             )
+
+
+def _ineffective_share(method: Method) -> Iterator[str]:
+    """A warning about a share of hostile clients that the rule of the mean does not use."""
+    aggregation = getattr(method, "aggregation", "")
+    if getattr(method, "suspected", None) is None or aggregation in RULES_WITH_SHARE:
+        return
+    yield (
+        f"method.suspected does nothing with method.aggregation = {aggregation!r}; remove it, or "
+        f"set method.aggregation = {RULES_WITH_SHARE[0]!r}"
+    )
 
 
 def _missing_class_warnings(data: Dataset) -> Iterator[str]:
