@@ -16,7 +16,13 @@ import toys
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import DeployFailed
 from fedstill.flower import remote_runs
-from fedstill.flower.deployment.control import Control, NoAnswer, NotListening, when_it_listens
+from fedstill.flower.deployment.control import (
+    Control,
+    NoAnswer,
+    NotListening,
+    SiteStatus,
+    when_it_listens,
+)
 from fedstill.running.recording import Quiet
 from fedstill.running.runner import run
 
@@ -153,3 +159,31 @@ def test_a_resumed_run_announces_each_new_round_once(
     remote_runs.FlowerRuns().submit(settings, folder, True, listener)
     assert listener.first == 3
     assert listener.rounds == [3, 4, 5]
+
+
+def test_sites_that_are_not_connected_are_named_when_they_change(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = [
+        [SiteStatus("client0"), SiteStatus("client1", is_online=True), SiteStatus("client2")],
+        [SiteStatus("client0"), SiteStatus("client1", is_online=True), SiteStatus("client2")],
+        NoAnswer("the server restarts"),
+        [SiteStatus("client0", is_online=True), SiteStatus("client1", is_online=True)],
+        [SiteStatus("client0", is_online=True), SiteStatus("client1")],
+    ]
+    answers = iter(states)
+
+    def site_states(_: object) -> list[SiteStatus]:
+        state = next(answers)
+        if isinstance(state, NoAnswer):
+            raise state
+        return state
+
+    monkeypatch.setattr(remote_runs, "site_states", site_states)
+    offline = remote_runs.OfflineSites(SimpleNamespace())  # type: ignore[arg-type]
+    said = []
+    for _ in states:
+        offline.announce()
+        printed = capsys.readouterr().out
+        said.append([name for name in ("client0", "client1", "client2") if name in printed])
+    assert said == [["client0", "client2"], [], [], [], ["client1"]]

@@ -28,9 +28,9 @@ from fedstill.data.dataset import Dataset
 from fedstill.engines.devices import is_cuda
 from fedstill.engines.hardware import cores
 from fedstill.engines.serial import Version
-from fedstill.flower import QUIET
-from fedstill.flower.deployment.control import Control, NoAnswer, when_it_listens
-from fedstill.flower.deployment.folder import load_federation
+from fedstill.flower import QUIET, say
+from fedstill.flower.deployment.control import Control, NoAnswer, site_states, when_it_listens
+from fedstill.flower.deployment.folder import Federation, load_federation
 from fedstill.flower.engine import FlowerEngine, KnownCounts, LoopbackGrid
 from fedstill.flower.facts import Facts
 from fedstill.flower.fleet import Clock, Fleet, Patience
@@ -61,7 +61,7 @@ CLIENTS_PER_GPU = 4
 JOURNAL_SECONDS = 1.0
 """The time between two readings of the journal, in seconds."""
 
-STATUS_SECONDS = 60.0
+STATUS_SECONDS = 15.0
 """The time between two requests to the server, in seconds."""
 
 START_SECONDS = 180.0
@@ -188,7 +188,7 @@ class FlowerRuns:
         announcer = _RoundAnnouncer(folder, settings.rounds, watch, announced=len(_rounds(folder)))
         run = when_it_listens(lambda: control.start(federation.app, values), START_SECONDS)
         watch.started(folder, 1 + announcer.announced)
-        return _follow(control, run, announcer)
+        return _follow(control, run, announcer, OfflineSites(federation))
 
     def client_memory(self, folder: Path, client: int, version: Version) -> Payload:
         """A version of a client's state, for clients of a simulation on this machine.
@@ -270,8 +270,10 @@ class _RoundAnnouncer:
         self.announced = max(self.announced, len(events))
 
 
-def _follow(control: Control, run: int, announcer: _RoundAnnouncer) -> Result:
-    """Announce a run's rounds until it ends on the server, and return its result."""
+def _follow(
+    control: Control, run: int, announcer: _RoundAnnouncer, offline: OfflineSites
+) -> Result:
+    """Announce a run's rounds and offline sites until it ends on the server; return its result."""
     folder = announcer.folder
     last_question = time.monotonic()
     try:
@@ -281,6 +283,7 @@ def _follow(control: Control, run: int, announcer: _RoundAnnouncer) -> Result:
             if time.monotonic() - last_question >= STATUS_SECONDS:
                 last_question = time.monotonic()
                 _raise_if_ended(control, run, folder)
+                offline.announce()
             if announcer.watch.stop():
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -290,6 +293,32 @@ def _follow(control: Control, run: int, announcer: _RoundAnnouncer) -> Result:
     # The run may have written its last rounds after the last reading.
     announcer.announce_new()
     return Result.of(folder)
+
+
+@dataclass
+class OfflineSites:
+    """Announces the sites of a federation that are not connected, whenever they change.
+
+    ``announced``: the names of the last announcement.
+    """
+
+    federation: Federation
+    announced: Sequence[str] = ()
+
+    def announce(self) -> None:
+        """Print the sites that are not connected, unless the last announcement has named them."""
+        try:
+            sites = site_states(self.federation)
+        except NoAnswer:
+            # The server may be restarting.
+            return
+        names = [site.name for site in sites if not site.is_online]
+        if names and names != self.announced:
+            say(
+                f"not connected: {', '.join(names)}; a round waits for them until its deadline: "
+                "start `fedstill deploy client` there"
+            )
+        self.announced = names
 
 
 def _length(folder: Path) -> int:
