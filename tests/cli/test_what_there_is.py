@@ -292,3 +292,14 @@ def test_explain_cuts_no_sentence(
         rest = iter(text[text.index(f"\n{key} ") :].split())
         sentence = key_description(settings, key)
         assert all(word in rest for word in sentence.split()), sentence
+
+
+def test_a_users_data_function_shows_no_fields_that_a_config_cannot_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("def stations(n: int = 400):\n    '''Stations.'''\n")
+    monkeypatch.chdir(tmp_path)
+    assert call(["list", "dataset", "mine.py:stations"]) == 0
+    out = capsys.readouterr().out
+    assert "Stations" in out
+    assert "400" not in out

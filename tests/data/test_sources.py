@@ -508,6 +508,10 @@ def test_a_file_that_holds_no_data_set_is_named(root, tmp_path, monkeypatch):
     )
 
 
+def test_an_absent_spreadsheet_is_no_name_of_a_data_set(root):
+    refused(r"there is no file .*sheet\.XLSX.* CSV .*sheet\.csv", "sheet.XLSX")
+
+
 def test_wrong_names(root):
     (root / "my-own").mkdir()
     refused("did you mean 'cifar10'", "cifar1")

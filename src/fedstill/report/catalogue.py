@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedstill.core import descriptions
+from fedstill.core.checks import users_definition
 from fedstill.core.errors import USER
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
@@ -201,7 +202,12 @@ def _plan(plan: Plan) -> str:
 
 
 def _fields(entry: Entry) -> list[Line]:
-    """For each field, its default, and its description with the legal values."""
+    """For each field, its default, and its description with the legal values.
+
+    A config cannot set the arguments of a user's function that returns data.
+    """
+    if entry.kind == "dataset" and users_definition(entry.target):
+        return []
     lines = []
     sentences = descriptions.plain_sentences(entry.target)
     for name, (hint, default) in descriptions.fields(entry).items():

@@ -210,6 +210,8 @@ class Lines:
     def started(self, folder: Path, round: int) -> None:
         """Write the number of rounds and the run's directory."""
         rounds = f"{self.rounds} rounds"
+        if self.rounds == 1:
+            rounds = "1 round"
         if round > 1:
             rounds = f"resuming at round {round} of {self.rounds}"
         self._write(f"{rounds}, in {folder}")

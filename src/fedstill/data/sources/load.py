@@ -280,6 +280,9 @@ def request_of_fields(
     )
 
 
+SPREADSHEETS = (".xlsx", ".xls", ".ods")
+
+
 def _file_or_hub(name: str, path: Path, folder: Folder, request: ReadRequest) -> Decoded:
     """The data of a name that is not a folder: the file ``path``, or a data set on the hub."""
     if is_data_file(path):
@@ -290,6 +293,11 @@ def _file_or_hub(name: str, path: Path, folder: Folder, request: ReadRequest) ->
         if unpacker:
             remedy = f"unpack it first: {unpacker} {path.name}"
         raise DataError(f"{path} is not a parquet, CSV or NPZ file; {remedy}")
+    if has_suffix(path, SPREADSHEETS):
+        raise DataAbsent(
+            f"there is no file {path}, and fedstill does not read spreadsheets; save it as a "
+            f"CSV file, and name it, e.g. {path.with_suffix('.csv').name}"
+        )
     if has_suffix(path, DATA_SUFFIXES):
         raise DataAbsent(f"there is no file {path}; paths are relative to the config's folder")
 

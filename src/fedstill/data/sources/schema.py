@@ -174,11 +174,16 @@ def label_column(source: str, schema: pa.Schema, request: ReadRequest) -> str:
 
 def no_column(source: str, role: str, name: str | None, columns: Iterable[str]) -> str:
     """The message about a missing or ambiguous column of images or labels."""
-    names = ", ".join(map(repr, columns)) or "none"
+    names = _quoted(columns)
     problem = f": cannot tell which column holds the {role}s ({names})"
     if name:
         problem = f" has no column {name!r} among {names}"
     return f"{source}{problem}; set data.{role}_column"
+
+
+def _quoted(columns: Iterable[str]) -> str:
+    """The names of columns in quotes, because a name may be empty or contain blanks."""
+    return ", ".join(map(repr, columns)) or "none"
 
 
 def check_owner(source: str, columns: Collection[str], options: ReadingOptions) -> None:
@@ -188,9 +193,7 @@ def check_owner(source: str, columns: Collection[str], options: ReadingOptions) 
     remedy = "set partition.column"
     if options.cuts:
         remedy = "correct time_column in site.toml"
-    raise DataError(
-        f"{source} has no column {options.owner!r} among {', '.join(columns)}; {remedy}"
-    )
+    raise DataError(f"{source} has no column {options.owner!r} among {_quoted(columns)}; {remedy}")
 
 
 # Strays: values that are not numbers, because of which a column of a CSV file is read as text.
@@ -438,7 +441,7 @@ def _check_extra_columns(source: str, schema: pa.Schema, options: ReadingOptions
     check_owner(source, schema.names, options)
     if options.split_column and options.split_column not in schema.names:
         raise DataError(
-            f"{source} has no column {options.split_column!r} among {', '.join(schema.names)}; "
+            f"{source} has no column {options.split_column!r} among {_quoted(schema.names)}; "
             "correct data.split_column"
         )
 
