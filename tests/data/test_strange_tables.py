@@ -92,6 +92,23 @@ def test_decimals_are_numbers_and_what_is_left_out_is_said() -> None:
     assert load_dataset("mine.parquet").train.values[:3, 1].tolist()[0] % 1 == 0.5
 
 
+@pytest.mark.parametrize("places", [0, 9])
+def test_whole_decimals_are_class_ids(places: int) -> None:
+    ids = [Decimal(label) for label in LABELS]
+    labels = pa.array(ids, pa.decimal128(38, places))
+    pq.write_table(pa.table({"x": np.arange(N) * 0.5, "y": labels}), "mine.parquet")
+    data = load_dataset("mine.parquet", label_column="y")
+    assert data.classes == ("0", "1")
+    assert (data.train.labels == data.train.values[:, 0] % 1 * 2).all()
+
+
+def test_decimals_with_a_fraction_are_no_labels() -> None:
+    measured = [Decimal(label) + Decimal("0.25") for label in LABELS]
+    pq.write_table(pa.table({"x": np.arange(N) * 0.5, "y": measured}), "mine.parquet")
+    with pytest.raises(DataError, match=r"example 0 has the label 0\.25"):
+        load_dataset("mine.parquet", label_column="y")
+
+
 def test_numbers_that_are_alike_in_32_bits_are_said() -> None:
     _, (warning,) = told(parquet(at=1_700_000_000 + np.arange(N), tiny=np.arange(N) * 1e-12))
     assert warning.startswith("at: ")

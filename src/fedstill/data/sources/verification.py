@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ def checked_label(source: str, row: int, value: Any) -> int | str:
 
     Raises DataError with the row for anything else.
     """
+    if isinstance(value, Decimal):
+        value = _number_of_decimal(value)
     is_integer = isinstance(value, (int, np.integer))
     is_whole_float = isinstance(value, float) and value.is_integer()
     if (is_integer or is_whole_float) and -LARGEST_ID < value < LARGEST_ID:
@@ -67,6 +70,13 @@ def checked_label(source: str, row: int, value: Any) -> int | str:
     if isinstance(value, float):
         remedy += "; fedstill does not support regression"
     raise DataError(f"{source}: example {row} has the label {text}; {remedy}")
+
+
+def _number_of_decimal(value: Decimal) -> int | float:
+    """A decimal, as SQL databases export it: an int if it is whole, otherwise a float."""
+    if value.is_finite() and value == value.to_integral_value():
+        return int(value)
+    return float(value)
 
 
 @dataclass(frozen=True, eq=False)
