@@ -187,6 +187,24 @@ def test_other_separators_are_told_by_the_first_line(separator: str) -> None:
         load_dataset("commas.csv")
 
 
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_line_that_tells_excel_the_separator_is_named(separator: str, encoding: str) -> None:
+    lines = [f"sep={separator}", "age,label", *(f"{i},{i % 2}" for i in range(N))]
+    text = "\r\n".join(lines).replace(",", separator)
+    Path("mine.csv").write_text(text, encoding=encoding)
+    with pytest.raises(DataError, match=r"mine\.csv .*sep="):
+        load_dataset("mine.csv")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_a_csv_file_in_utf_16_is_named_with_its_encoding(encoding: str) -> None:
+    text = Path(csv("mine.csv")).read_text(encoding="utf-8")
+    Path("mine.csv").write_text(text, encoding=encoding)
+    with pytest.raises(DataError, match=r"mine\.csv .*UTF-16"):
+        load_dataset("mine.csv")
+
+
 def test_endings_in_capitals_tabs_and_packed_files() -> None:
     assert told(csv("MINE.CSV"))[0] == ("age", "pressure")
     assert told(csv("mine.tsv", "age\tlabel", [f"{i}\t{i % 2}" for i in range(N)]))[0] == ("age",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import re
 from abc import ABC, abstractmethod
@@ -627,6 +628,7 @@ def csv_table(
     """
     with file_errors(path):
         check_size(path, 8 * path.stat().st_size)
+        _check_first_line(path)
         separator = _separator(path)
         try:
             table = _parsed_csv(path, separator, **_conversion(options))
@@ -683,10 +685,30 @@ def _conversion(options: ReadingOptions) -> dict[str, Any]:
 
 
 def _separator(path: Path) -> str:
-    with path.open("rb") as file:
-        line = file.readline(HEADER_BYTES).decode(errors="replace")
+    line = _first_line(path).decode(errors="replace")
     without_quoted = re.sub(r'"[^"]*("|$)', "", line)
     return max(SEPARATORS, key=without_quoted.count)
+
+
+def _check_first_line(path: Path) -> None:
+    """Raise DataError for a file in UTF-16, and for a line that tells Excel the separator."""
+    line = _first_line(path)
+    # In UTF-16, each ASCII character contains a null byte.
+    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in line:
+        raise DataError(
+            f"{path} seems to be in UTF-16, but must be in UTF-8; save it again as CSV in UTF-8"
+        )
+    text = line.decode("utf-8-sig", errors="replace").strip(" \r\n")
+    if re.fullmatch(r'"?sep=.?"?', text, re.IGNORECASE):
+        raise DataError(
+            f"{path} starts with the line {text!r}, which only Excel understands, instead of the "
+            "names of the columns; delete this line"
+        )
+
+
+def _first_line(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.readline(HEADER_BYTES)
 
 
 def _with_texts(
