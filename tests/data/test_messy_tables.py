@@ -261,6 +261,34 @@ def test_decimal_commas_are_read_on_request() -> None:
     assert torch.isclose(values[:, 0], torch.tensor(1.2)).any()
 
 
+@pytest.mark.parametrize(
+    ("values", "decimal"),
+    [
+        (("1.000,5", "2.000,5"), ","),
+        (("1.000", "2.000"), ","),
+        (("1,000.5", "2,000.5"), "."),
+        (("1 000", "2 000"), "."),
+        (("0%", "1%"), "."),
+        (("0,5 %", "1 %"), ","),
+    ],
+)
+def test_numbers_in_another_notation_are_not_suggested_as_missing(
+    values: tuple[str, str], decimal: str
+) -> None:
+    first, second = values
+    name = csv("x;y;label", f"{first};{{}};0", f"{second};{{}};1")
+    with pytest.raises(DataError, match="'x'") as refusal:
+        load_dataset(name, decimal=decimal)
+    assert "missing_values" not in str(refusal.value)
+    assert "remove" in str(refusal.value)
+
+
+def test_a_number_with_a_decimal_comma_is_no_stray_if_commas_are_decimal_marks() -> None:
+    name = csv("x;label", "1,5;0", "2,5;1", "k.A.;1")
+    with pytest.raises(DataError, match=r"example 2 has 'k\.A\.'"):
+        load_dataset(name, decimal=",")
+
+
 # A column that names the split, a file for each client
 
 

@@ -203,9 +203,10 @@ SAMPLE_SIZE = 1000
 """The number of first values that decide whether a column is meant to hold numbers."""
 
 NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
+GROUPED_NUMBER = r"^\s*[-+]?\d{1,3}([.,' ]\d{3})+([.,]\d+)?\s*$"
 NUMBER_LIKE = (
     rf"{NUMBER}|^\s*[<>≤≥~]?\s*[-+]?\d+([.,]\d+)?\s*%?\s*$|"
-    r"^\s*[-+]?\d{1,3}([.,' ]\d{3})+([.,]\d+)?\s*$"
+    rf"{GROUPED_NUMBER}"
 )
 """A number, or a text for a number, such as 12 %, < 0.5, 0,5 and 1,234."""
 
@@ -225,13 +226,16 @@ class Stray:
         return f"{self.place} has {self.text!r}"
 
 
-def with_strays(path: str, table: pa.Table) -> pa.Table:
-    """Add strays to the metadata of the text columns in which most values are numbers."""
+def with_strays(path: str, table: pa.Table, decimal: Literal[".", ","] = ".") -> pa.Table:
+    """Add strays to the metadata of the text columns in which most values are numbers.
+
+    decimal: the decimal mark of the numbers.
+    """
     fields = []
     for field, column in zip(table.schema, table.columns, strict=True):
         stray = None
         if holds_text(field.type):
-            stray = _first_stray(path, column)
+            stray = _first_stray(path, column, decimal)
         if stray is not None:
             field = field.with_metadata({STRAY_PLACE: stray.place, STRAY_TEXT: stray.text})
         fields.append(field)
@@ -246,13 +250,13 @@ def stray_of(field: pa.Field) -> Stray | None:
     return Stray(metadata[STRAY_PLACE].decode(), metadata[STRAY_TEXT].decode())
 
 
-def _first_stray(path: str, column: pa.ChunkedArray) -> Stray | None:
+def _first_stray(path: str, column: pa.ChunkedArray, decimal: Literal[".", ","]) -> Stray | None:
     sample = column.slice(0, SAMPLE_SIZE).drop_null()
     is_number_like = pc.match_substring_regex(sample, NUMBER_LIKE)
     number_count = pc.sum(is_number_like).as_py() or 0
     if 2 * number_count <= len(sample):
         return None
-    is_number = pc.match_substring_regex(column, NUMBER)
+    is_number = pc.match_substring_regex(column, NUMBER.replace(r"\.", re.escape(decimal)))
     stray_rows = pc.indices_nonzero(pc.invert(is_number))
     if not len(stray_rows):
         return None
@@ -454,15 +458,27 @@ def _check_strays(schema: pa.Schema, options: ReadingOptions, names: Iterable[st
         stray = stray_of(schema.field(name))
         if stray is None or name in dict(options.categorical):
             continue
-        if re.fullmatch(r"[-+]?\d+,\d+", stray.text) and options.decimal == ".":
-            remedy = 'set data.decimal = "," if commas are decimal marks'
-        else:
-            remedy = f"if it means missing, set data.missing_values = [{stray.text!r}]"
         raise DataError(
-            f"{stray} in column {name!r}, whose values are otherwise numbers; {remedy}; or correct "
-            "it, exclude the column with data.columns, or list it in data.categorical if it holds "
-            "names"
+            f"{stray} in column {name!r}, whose values are otherwise numbers; "
+            f"{_stray_remedy(stray.text, options.decimal)}; or correct it, exclude the column with "
+            "data.columns, or list it in data.categorical if it holds names"
         )
+
+
+def _stray_remedy(text: str, decimal: Literal[".", ","]) -> str:
+    """What to do about a stray. A number in another notation does not mean missing."""
+    remedies = []
+    if re.match(GROUPED_NUMBER, text):
+        remedies.append("if the column has separators of thousands, remove them")
+    if decimal == "." and re.fullmatch(r"[-+]?\d+,\d+", text):
+        remedies.append('set data.decimal = "," if commas are decimal marks')
+    if decimal == "," and re.fullmatch(r"[-+]?\d+\.\d+", text):
+        remedies.append('remove data.decimal = "," if points are decimal marks')
+    if re.match(NUMBER_LIKE, text) and "%" in text:
+        remedies.append("remove the percent signs from the column")
+    if not remedies:
+        return f"if it means missing, set data.missing_values = [{text!r}]"
+    return "; ".join(remedies)
 
 
 def _candidates(

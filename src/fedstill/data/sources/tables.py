@@ -652,7 +652,7 @@ def csv_table(
             if name in (*texts, *coded) and not holds_text(table.schema.field(stored).type)
         ]
         table = _with_texts(path, separator, options, table, numeric_texts)
-    return with_strays(str(path), table.rename_columns(names))
+    return with_strays(str(path), table.rename_columns(names), options.decimal)
 
 
 def _is_code(category: Value) -> bool:
