@@ -215,6 +215,11 @@ def test_fractional_labels_are_refused_with_their_row() -> None:
         load_dataset(csv("x,label", "{},1", "{},0.5"))
 
 
+def test_a_negative_label_is_refused_with_the_start_of_class_ids() -> None:
+    with pytest.raises(DataError, match=r"label -1.*from 0"):
+        load_dataset(csv("x,label", "{},-1", "{},1"))
+
+
 @pytest.mark.parametrize("text_split", ["train", "test"])
 def test_codes_with_leading_zeros_are_the_same_in_all_files(text_split: str) -> None:
     for split in ("train", "test"):

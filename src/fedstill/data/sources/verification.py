@@ -257,9 +257,16 @@ def verified_with_test_split(
         labels = arrays.labels
         wrong = np.flatnonzero((labels < 0) | (labels >= len(classes)))
         if len(wrong):
+            label = labels[wrong[0]]
+            remedy = "correct or remove the example"
+            if label < 0:
+                remedy = (
+                    "class ids count from 0: write the labels again as 0, 1, …, or as names; if "
+                    f"{label} means that the class is unknown, remove such examples"
+                )
             raise DataError(
-                f"{name}, {split}: example {wrong[0]} has label {labels[wrong[0]]}, outside 0 to "
-                f"{len(classes) - 1}; correct or remove the example"
+                f"{name}, {split}: example {wrong[0]} has label {label}, outside 0 to "
+                f"{len(classes) - 1}; {remedy}"
             )
     if entry is not None and data.about.kind == "image":
         _check_images(entry, data)
