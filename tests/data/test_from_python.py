@@ -539,6 +539,23 @@ def test_an_empty_column_of_one_client_has_the_type_of_the_others() -> None:
         from_python("mine", frames, **FIELDS)
 
 
+def test_columns_that_a_client_lacks_are_named_with_the_client() -> None:
+    south = patients(30, 1)
+    north = patients(20, 2).drop(columns=["pressure"])
+    frames = {"south": south, "north": north}
+    with pytest.raises(DataError, match="north has no 'pressure'"):
+        from_python("mine", frames, **FIELDS)
+    with pytest.raises(DataError, match=r"south has no 'pulse', .*north has no 'pressure'"):
+        from_python(
+            "mine",
+            {"south": south, "north": north.assign(pulse=70)},
+            label_column="label",
+            columns=("age", "pressure", "pulse"),
+        )
+    assert by_client(from_python("mine", frames, missing="mean", **FIELDS))
+    assert by_client(from_python("mine", frames, label_column="label", columns=("age",)))
+
+
 def test_class_names_that_differ_between_clients_are_refused() -> None:
     def hub(names: list[str]) -> datasets.Dataset:
         features = datasets.Features(

@@ -33,6 +33,7 @@ from fedstill.data.dataset import (
     ReadingOptions,
     ReadRequest,
     as_dataset,
+    shortened_list,
     with_tuples,
 )
 from fedstill.data.sources.files import SPLITS, BySplit, names_by_split, split_of_name
@@ -269,10 +270,14 @@ UNNAMED_INDEX = re.compile(r"__index_level_\d+__")
 
 @dataclass(frozen=True)
 class ArrowFrame:
-    """A table in memory as a split of a data set."""
+    """The concatenated rows of the tables of a split, in memory."""
 
+    part: str
+    """The name of the split for messages."""
     table: pa.Table
     options: ReadingOptions
+    columns: Mapping[str, Sequence[str]]
+    """The columns that each client has; empty without clients."""
     files: tuple[Path, ...] = ()
     """Empty, because the data are in memory."""
 
@@ -287,8 +292,26 @@ class ArrowFrame:
         return len(self.table)
 
     def read(self, names: Sequence[str]) -> pa.Table:
-        """All rows of some columns."""
+        """All rows of some columns.
+
+        Raises DataError if a client lacks one of them, unless missing values are permitted.
+        """
+        if self.options.missing == "refuse":
+            self._check_complete(names)
         return self.table.select(list(names))
+
+    def _check_complete(self, names: Sequence[str]) -> None:
+        """Raise DataError if a client lacks one of the columns."""
+        gaps = []
+        for client, columns in self.columns.items():
+            absent = [repr(name) for name in names if name not in columns]
+            if absent:
+                gaps.append(f"client {client} has no {shortened_list(absent)}")
+        if gaps:
+            raise DataError(
+                f"{self.part}: clients have different columns: {shortened_list(gaps)}; add the "
+                "columns, or list those to read in data.columns"
+            )
 
     def labelled_images(self, image: str, label: str) -> Iterator[LabelledImage]:
         """Each row's encoded image and label."""
@@ -364,8 +387,7 @@ def _with_plain_columns(part: str, table: pa.Table) -> pa.Table:
 def _dataset_of_columns(python_data: _PythonData) -> Dataset:
     name = python_data.name
     request = _read_request(python_data)
-    tables = _tables_by_split(python_data)
-    frames = {split: ArrowFrame(table, request.options) for split, table in tables.items()}
+    frames = _frames_by_split(python_data, request.options)
     # Paths of images in memory are as trustworthy as the program itself.
     decoded = read_frames(name, frames, request, within=Path(Path.cwd().anchor))
     if python_data.clients:
@@ -397,15 +419,17 @@ def _read_request(python_data: _PythonData) -> ReadRequest:
     return request_of_fields(fields)
 
 
-def _tables_by_split(python_data: _PythonData) -> dict[str, pa.Table]:
-    """The concatenated rows of each split, with a column of owners if there are clients.
+def _frames_by_split(python_data: _PythonData, options: ReadingOptions) -> dict[str, ArrowFrame]:
+    """The frame of each split, with a column of owners if there are clients.
 
     Raises DataError if column types or class names differ.
     """
     _check_class_names(python_data.sources)
-    by_split = {}
+    by_split: dict[str, ArrowFrame] = {}
     for split in SPLITS:
+        part = f"{python_data.name}, {split}"
         tables = []
+        columns: dict[str, list[str]] = {}
         for source in python_data.of_split(split):
             assert source.table is not None
             table = source.table
@@ -413,14 +437,17 @@ def _tables_by_split(python_data: _PythonData) -> dict[str, pa.Table]:
                 client = python_data.clients[source.client or 0]
                 column = pa.array([client] * len(table), pa.string())
                 table = table.append_column(CLIENT_COLUMN, column)
+            if source.client is not None:
+                columns[client] = table.column_names
             tables.append(table)
         try:
             if tables:
-                by_split[split] = _concatenated_rows(tables)
+                rows = _concatenated_rows(tables)
+                by_split[split] = ArrowFrame(part, rows, options, columns)
         except pa.ArrowException as error:
             raise DataError(
-                f"{python_data.name}, {split}: clients have columns of different types "
-                f"({on_one_line(error)}); use the same types for all clients"
+                f"{part}: clients have columns of different types ({on_one_line(error)}); use the "
+                "same types for all clients"
             ) from error
     return by_split
 
