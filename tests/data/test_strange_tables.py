@@ -155,6 +155,13 @@ def test_files_and_splits_that_hold_other_things_in_a_column_are_named() -> None
         load_dataset("names")
 
 
+def test_decimals_in_one_file_and_integers_in_another_are_named() -> None:
+    parquet("mixed/a.parquet", price=pa.array([Decimal(label) for label in LABELS]))
+    parquet("mixed/b.parquet", price=LABELS)
+    with pytest.raises(DataError, match=r"mixed/b\.parquet: column 'price' .*a\.parquet"):
+        load_dataset("mixed")
+
+
 def test_a_file_may_lack_a_column_only_where_something_is_done_about_it() -> None:
     csv("two/a.csv")
     csv("two/b.csv", "age,label", [f"{line.split(',')[0]},{i % 2}" for i, line in enumerate(LINES)])

@@ -755,10 +755,13 @@ def _common_field(fields: Sequence[pa.Field]) -> pa.Field:
 
 
 def _common_type(types: Iterable[pa.DataType]) -> pa.DataType | None:
-    """A type that fits values of all the types, or None."""
-    schemas = [pa.schema([("", arrow_type)]) for arrow_type in types]
+    """A type that fits values of all the types, or None.
+
+    Arrow has a common type for decimals and integers, but cannot convert the integers to it.
+    """
+    tables = [pa.table({"": pa.nulls(1, arrow_type)}) for arrow_type in types]
     try:
-        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+        return pa.concat_tables(tables, promote_options="permissive").schema.field(0).type
     except (pa.ArrowTypeError, pa.ArrowInvalid):
         return None
 
