@@ -203,7 +203,10 @@ SAMPLE_SIZE = 1000
 """The number of first values that decide whether a column is meant to hold numbers."""
 
 NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
-GROUPED_NUMBER = r"^\s*[-+]?\d{1,3}([.,' ]\d{3})+([.,]\d+)?\s*$"
+THOUSANDS_MARKS = ".,'’ \u00a0\u202f"
+"""The possible separators of thousands; the last two are spaces that do not break a line."""
+
+GROUPED_NUMBER = rf"^\s*[-+]?\d{{1,3}}([{THOUSANDS_MARKS}]\d{{3}})+([.,]\d+)?\s*$"
 NUMBER_LIKE = (
     rf"{NUMBER}|^\s*[<>≤≥~]?\s*[-+]?\d+([.,]\d+)?\s*%?\s*$|"
     rf"{GROUPED_NUMBER}"
