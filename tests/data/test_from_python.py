@@ -624,3 +624,10 @@ def test_nothing_is_imported_that_the_user_has_not_imported() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
+
+
+def test_a_series_of_labels_is_not_taken_for_test_data_without_a_hint() -> None:
+    frame = patients()
+    labels = pd.Series(LABELS)
+    with pytest.raises(DataError, match="label_column"):
+        from_python("mine", (frame, labels))

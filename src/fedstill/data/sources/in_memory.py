@@ -358,6 +358,11 @@ def _transform_warning(data: Any) -> str:
 
 def _table_of_arrow(part: str, data: Any) -> pa.Table:
     """The columns of a DataFrame or another table; DataError if pyarrow cannot convert it."""
+    if _is_of(data, "pandas", "Series"):
+        raise DataError(
+            f"{part}: a Series has no columns; a pair is training and test data, so pass a "
+            "DataFrame that contains the label column, and name that column with label_column"
+        )
     try:
         return _without_unnamed_index(pa.table(data))
     except (pa.ArrowException, ValueError, TypeError) as error:
