@@ -153,3 +153,25 @@ def test_what_is_no_pair_is_said() -> None:
             DataError, match=r"mine, client 1.*: pass a pair \(values, labels\), not a"
         ):
             from_clients("mine", [(pair, pair), wrong])  # type: ignore[list-item]
+
+
+def saved_archive(path: Path, images: np.ndarray, labels: np.ndarray) -> Path:
+    np.savez(path, train_images=images, train_labels=labels)
+    return path
+
+
+def test_an_intact_archive_with_labels_as_objects_is_not_called_damaged(tmp_path: Path) -> None:
+    images = np.zeros((6, 8, 8), dtype=np.uint8)
+    labels = np.array(["cat", "dog"] * 3, dtype=object)
+    path = saved_archive(tmp_path / "pets.npz", images, labels)
+    with pytest.raises(DataError, match=r"np\.unique") as caught:
+        load_dataset(str(path))
+    assert "damaged" not in str(caught.value)
+
+
+def test_an_intact_archive_with_flat_images_is_not_called_damaged(tmp_path: Path) -> None:
+    images = np.zeros((6, 64), dtype=np.uint8)
+    path = saved_archive(tmp_path / "flat.npz", images, np.arange(6) % 2)
+    with pytest.raises(DataError, match="reshape") as caught:
+        load_dataset(str(path))
+    assert "damaged" not in str(caught.value)

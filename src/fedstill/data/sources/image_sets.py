@@ -539,6 +539,11 @@ def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
             f"{info.filename} holds texts or bytes, not class ids; convert them with names, ids = "
             "np.unique(labels, return_inverse=True), then save ids"
         )
+    if dtype.hasobject and info.filename.endswith("_labels.npy"):
+        raise DataError(
+            f"{info.filename} holds Python objects, not class ids; convert them with names, ids = "
+            "np.unique(labels.astype(str), return_inverse=True), then save ids"
+        )
     if dtype.hasobject or dtype.subdtype is not None or dtype.kind not in "biuf":
         raise ValueError(f"{info.filename} holds {dtype}, not numbers")
     header = _Header(info.filename, shape, dtype)
@@ -564,6 +569,11 @@ def _example_count(path: Path, images: _Header, labels: _Header) -> int:
         raise DataError(
             f"{path}: {labels.name} has shape {_short(labels.shape)}, but must have one class id "
             "per image; for one-hot labels, save labels.argmax(1)"
+        )
+    if len(images.shape) == 2 and count == images.shape[0]:
+        raise DataError(
+            f"{path}: {images.name} has shape {_short(images.shape)}, but images need a height and "
+            "a width; save images.reshape(-1, height, width)"
         )
     if len(images.shape) not in (3, 4) or count != images.shape[0]:
         raise ValueError(
