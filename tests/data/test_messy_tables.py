@@ -400,12 +400,3 @@ def test_texts_and_numbers_are_read_in_batches(monkeypatch: pytest.MonkeyPatch) 
     read = load_dataset("large.parquet", columns=("x",), owner="note")
     assert len(read.about.owners) == rows
     assert batches < 10
-
-
-def test_classes_that_differ_only_in_capitals_or_blanks_cause_a_warning(tmp_path: Path) -> None:
-    path = tmp_path / "pets.csv"
-    rows = [f"{row},{label}" for row in range(10) for label in ("cat", "Cat", "dog")]
-    path.write_text("\n".join(["size,label", *rows]))
-    about = load_dataset(str(path)).about
-    assert any("'cat'" in warning and "'Cat'" in warning for warning in about.warnings)
-    assert not any("dog" in warning for warning in about.warnings)

@@ -103,7 +103,6 @@ def decoded_with_class_ids(
         names = tuple(sorted(set(map(str, classes))))
         id_of_name = {name: index for index, name in enumerate(names)}
         ids = {label: id_of_name[str(label)] for label in classes}
-        info = info.with_warnings(_similar_names_warning(names))
     else:
         ids = {label: int(label) for label in classes}
 
@@ -113,20 +112,6 @@ def decoded_with_class_ids(
         decoded[name] = Split(split.values, labels, split.owners)
         info = info.with_notes(*split.notes)
     return Decoded(decoded, names, about=info)
-
-
-def _similar_names_warning(names: Sequence[str]) -> str:
-    """A warning about class names that differ only in capitals or outer blanks, or ""."""
-    spellings: dict[str, list[str]] = {}
-    for name in names:
-        spellings.setdefault(name.strip().casefold(), []).append(name)
-    similar = [" and ".join(map(repr, group)) for group in spellings.values() if len(group) > 1]
-    if not similar:
-        return ""
-    return (
-        f"separate classes: {shortened_list(similar, NAMED_CLASSES)}; if they are one class, "
-        "correct the spelling"
-    )
 
 
 # A test split for data without one: a fifth of every class, equal on all machines.
