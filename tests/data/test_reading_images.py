@@ -583,6 +583,30 @@ def test_words_of_splits_in_the_names_of_images_mean_nothing(place: Path) -> Non
     assert data.about.warnings == ()
 
 
+@pytest.mark.parametrize(
+    ("names", "unused"),
+    [
+        (["cat/1.png", "dog/1.png"], None),
+        (["train/cat/1.png", "test/cat/1.png"], None),
+        (["test/1.png", "cat/1.png"], None),
+        (["cat/eva/1.png", "dog/ida/1.png"], "'cat'"),
+        (["train/cat/eva/1.png", "test/dog/ida/1.png"], "'dog'"),
+        (["cat/1.png", "cat/sub/1.png", "dog/1.png"], "'cat'"),
+    ],
+)
+def test_a_folder_above_the_class_is_reported(
+    names: list[str], unused: str | None, place: Path
+) -> None:
+    for name, image in zip(names, numbered(len(names)), strict=True):
+        path = place / "mine" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(image)
+    files = sorted((place / "mine").rglob("*.png"))
+    data = read_image_folder(place / "mine", files, ReadRequest())
+    about_folders = [warning for warning in data.about.warnings if "not used" in warning]
+    assert [str(unused) in warning for warning in about_folders] == [True] * (unused is not None)
+
+
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
 def test_images_have_the_same_order_in_both_unicode_forms(form: str, place: Path) -> None:
     # In composed form the second name comes last, in decomposed form first.

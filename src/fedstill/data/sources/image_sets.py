@@ -260,7 +260,24 @@ def read_image_folder(place: Path, files: Sequence[Path], request: ReadRequest) 
             clients = [client_name(place, path, class_folders=True) for path in paths]
             owner_tables[split] = pa.table({FILE: clients})
     data = decoded_images(str(place), rows, request, None, owner_tables)
-    return data.with_warnings(warning, *splits.warnings)
+    layout = ""
+    if request.options.owner != FILE:
+        layout = _layout_warning([path.relative_to(place) for path in images])
+    return data.with_warnings(warning, layout, *splits.warnings)
+
+
+def _layout_warning(images: Sequence[Path]) -> str:
+    """A warning about folders above the classes that are no splits, or "" if there are none."""
+    for path in images:
+        folders = path.parts[:-1]
+        if split_of_name(folders[0]):
+            folders = folders[1:]
+        if len(folders) > 1:
+            return (
+                f"the class of an image is the folder that contains it: {path.as_posix()} is of "
+                f"class {folders[-1]!r}, and {folders[-2]!r} is not used"
+            )
+    return ""
 
 
 def _no_images(place: Path, files: Sequence[Path]) -> str:
