@@ -345,7 +345,7 @@ def images_in(place: Path) -> list[Path]:
         if not place.is_dir():
             return []
         images = (path for path in place.iterdir() if has_suffix(path, IMAGE_SUFFIXES))
-        return sorted(path for path in images if path.is_file() and path.name[0] != ".")
+        return sorted(path for path in images if path.is_file() and not path.name.startswith("."))
 
 
 @dataclass(frozen=True, eq=False)

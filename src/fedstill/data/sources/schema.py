@@ -207,10 +207,7 @@ THOUSANDS_MARKS = ".,'’ \u00a0\u202f"
 """The possible separators of thousands; the last two are spaces that do not break a line."""
 
 GROUPED_NUMBER = rf"^\s*[-+]?\d{{1,3}}([{THOUSANDS_MARKS}]\d{{3}})+([.,]\d+)?\s*$"
-NUMBER_LIKE = (
-    rf"{NUMBER}|^\s*[<>≤≥~]?\s*[-+]?\d+([.,]\d+)?\s*%?\s*$|"
-    rf"{GROUPED_NUMBER}"
-)
+NUMBER_LIKE = rf"{NUMBER}|^\s*[<>≤≥~]?\s*[-+]?\d+([.,]\d+)?\s*%?\s*$|{GROUPED_NUMBER}"
 """A number, or a text for a number, such as 12 %, < 0.5, 0,5 and 1,234."""
 
 STRAY_PLACE = b"stray place"
@@ -259,7 +256,9 @@ def _first_stray(path: str, column: pa.ChunkedArray, decimal: Literal[".", ","])
     number_count = pc.sum(is_number_like).as_py() or 0
     if 2 * number_count <= len(sample):
         return None
-    is_number = pc.match_substring_regex(column, NUMBER.replace(r"\.", re.escape(decimal)))
+    # NUMBER has a point as the decimal mark.
+    number = NUMBER.replace(r"\.", re.escape(decimal))
+    is_number = pc.match_substring_regex(column, number)
     stray_rows = pc.indices_nonzero(pc.invert(is_number))
     if not len(stray_rows):
         return None
