@@ -13,7 +13,7 @@ import pytest
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.core.errors import Interrupted, TooFewReplies
+from fedstill.core.errors import ClientFailed, Interrupted, TooFewReplies
 from fedstill.flower.engine import Parcel, parsed
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.recording import Quiet
@@ -107,6 +107,18 @@ def test_a_client_killed_before_it_kept_its_reply_works_again_to_the_same_bits(
 
     troubled(tmp_path / "run", trouble)
     same_bits(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("failures", ["stop", "tolerate"])
+def test_a_failure_at_a_client_names_the_line_and_advises_no_debugging_at_the_server(
+    failures: str, tmp_path: Path
+) -> None:
+    experiment = over_flower(replace(REMEMBERING, method=toys.Failing(who=1)))
+    experiment = replace(experiment, clients={"failures": failures, "quorum": 1.0})
+    with pytest.raises((ClientFailed, TooFewReplies), match=r"client 1.*toys\.py, line") as caught:
+        run(experiment, tmp_path / "run", data=toys.blobs())
+    assert "debug" not in str(caught.value)
+    assert "debug" not in caught.value.in_shell
 
 
 def test_a_damaged_kept_reply_is_worked_out_again(whole: Path, tmp_path: Path) -> None:

@@ -230,6 +230,24 @@ def test_no_value_of_a_sites_data_is_in_a_refusal(
     assert str(tmp_path) not in answer.header()
 
 
+def test_the_traceback_of_a_failure_is_in_the_sites_log_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = settings_of(TABLE, method={"name": "toys:Failing"})
+    site = site_with(tmp_path, patients(), imports=("toys:Failing",))
+    model = Payload(params=prepare(settings).world.initial(0))
+    executor = StageExecutor(site)
+    first = executor(request_of(settings, payload=model))
+    assert first.failure == ""
+
+    second = replace(STAGE, round=2)
+    with caplog.at_level(logging.WARNING, "fedstill.site"):
+        answer = executor(request_of(settings, payload=model, stage=second, memory=first.memory))
+    assert answer.failure == public_reason("work")
+    assert "(toys.py, line" in caplog.text
+    assert "Traceback" in caplog.text
+
+
 def test_the_server_cannot_check_guesses_about_a_sites_state(tmp_path: Path) -> None:
     """A state never leaves. Its digest is keyed, and the key stays at the site."""
     settings = settings_of(TABLE, method={"name": "moon"})

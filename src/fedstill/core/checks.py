@@ -28,7 +28,8 @@ from fedstill.core.errors import (
 from fedstill.core.fields import kind_text
 from fedstill.core.method import ClientWork
 from fedstill.core.records import SERVER, Keep, Payload, Reply, Stage, State, World
-from fedstill.core.screen import MODELS, Refusal, Rules, group_difference
+from fedstill.core.screen import MODELS, Rules, group_difference
+from fedstill.core.stage_results import StageResult
 
 T = TypeVar("T")
 
@@ -111,42 +112,36 @@ def users_definition(function: Callable[..., Any]) -> str:
 
 
 def check_quorum(
-    stage: Stage,
-    accepted: Sequence[Reply],
-    refused: Sequence[Refusal],
-    rules: Rules,
-    code_lines: str = "",
+    result: StageResult, rules: Rules, code_lines: str = "", *, is_remote: bool = False
 ) -> None:
-    """Raise TooFewReplies if the stage has fewer accepted replies than the quorum; Diverged if
+    """Raise TooFewReplies if a stage has fewer accepted replies than the quorum; Diverged if
     divergence is the reason for all refusals.
 
     ``code_lines``: the lines of a user's code that make and expect replies (``reply_code``).
+    ``is_remote``: whether the clients have their tracebacks, so that ``debug`` shows none.
     """
-    least = math.ceil(rules.quorum * len(stage.clients))
-    if len(accepted) >= least:
+    number = len(result.payloads)
+    least = math.ceil(rules.quorum * number)
+    if len(result.accepted) >= least:
         return
-    if not refused:
-        raise TooFewReplies(_too_few(stage, accepted, least, rules, "no client answered"))
+    text = (
+        f"{place(result.stage)}: {len(result.accepted)} of {number} clients replied well, {least} "
+        f"are needed (clients.quorum = {rules.quorum:g}); the first refused: "
+    )
+    if not result.refused:
+        raise TooFewReplies(text + "no client answered")
 
-    first = refused[0]
+    first = result.refused[0]
     example = f"client {first.client}: {first.reason}"
-    if all(refusal.diverged for refusal in refused):
-        raise Diverged(
-            f"{place(stage)}: {example}; lower plan.lr, or clip gradients with plan.clip_norm"
-        )
+    if all(refusal.diverged for refusal in result.refused):
+        advice = "lower plan.lr, or clip gradients with plan.clip_norm"
+        raise Diverged(f"{place(result.stage)}: {example}; {advice}")
+    text += example
     if first.kind == "unlike":
-        example += code_lines
-    text = _too_few(stage, accepted, least, rules, example)
-    if first.kind == "failed":
+        text += code_lines
+    if first.kind == "failed" and not is_remote:
         raise TooFewReplies(text + "; see the traceback with debug=True", text + TRACEBACK)
     raise TooFewReplies(text)
-
-
-def _too_few(stage: Stage, accepted: Sequence[Reply], least: int, rules: Rules, first: str) -> str:
-    return (
-        f"{place(stage)}: {len(accepted)} of {len(stage.clients)} clients replied well, {least} "
-        f"are needed (clients.quorum = {rules.quorum:g}); the first refused: {first}"
-    )
 
 
 def check_round_has_work(payload_for_client: Callable[..., Any], stage: Stage) -> None:

@@ -158,10 +158,12 @@ class ClientFailed(FedstillError):
     this process is chained.
 
     ``place``: round and stage, in words. ``clients``: the client, or all clients of a stack, which
-    fail together; -1 is the server.
+    fail together; -1 is the server. ``is_remote``: whether the client has the traceback.
     """
 
-    def __init__(self, place: str, clients: Sequence[int], reason: str) -> None:
+    def __init__(
+        self, place: str, clients: Sequence[int], reason: str, *, is_remote: bool = False
+    ) -> None:
         ids = ", ".join(map(str, clients))
         advice = '; to leave out clients that fail, set clients.failures = "tolerate"'
         if len(clients) > 1:
@@ -172,7 +174,8 @@ class ClientFailed(FedstillError):
         else:
             subject = f"client {ids}"
         text = f"{place}: {subject} failed: {reason}"
-        super().__init__(text + advice, text + TRACEBACK + advice)
+        hint = "" if is_remote else TRACEBACK
+        super().__init__(text + advice, text + hint + advice)
         self.clients = tuple(clients)
         self.reason = reason
 

@@ -103,7 +103,8 @@ ANSWERED = "answered"
 class RunContext:
     """The parts that all rounds of a run share. It is built once.
 
-    ``hooks``: the extensions of the server's part, in their order.
+    ``hooks``: the extensions of the server's part, in their order. ``is_remote``: whether the
+    clients are in other processes, which have the tracebacks of their failures.
     """
 
     schedule: Schedule
@@ -112,6 +113,7 @@ class RunContext:
     rules: Rules = field(default_factory=Rules)
     recorder: Recorder = field(default_factory=NoRecorder)
     hooks: Sequence[RoundHook] = ()
+    is_remote: bool = False
 
     @property
     def method(self) -> Method:
@@ -207,7 +209,7 @@ def run_stage(
     with _recording_failures(result, context):
         replies = context.engine.run(work, stage, requests.payloads, context.world.seed)
         if context.rules.failures == "stop":
-            _check_failures(replies, stage)
+            _check_failures(replies, stage, context)
 
     idle = {reply.client for reply in replies if reply.idle and not reply.failure}
     result = replace(result, payloads=_without(requests.payloads, idle))
@@ -215,9 +217,8 @@ def run_stage(
     result = _screened(result, replies, actor, requests.world, context)
     with _recording_refusals(result, context):
         if result.payloads and not optional:
-            active = replace(stage, clients=tuple(result.payloads))
             code_lines = reply_code(work.end, actor.expected_reply)
-            check_quorum(active, result.accepted, result.refused, context.rules, code_lines)
+            check_quorum(result, context.rules, code_lines, is_remote=context.is_remote)
         context.engine.commit(stage, [reply.client for reply in result.accepted])
         new_state = state
         if result.accepted:
@@ -268,11 +269,12 @@ def _is_optional(stage: Stage, stages: Sequence[Stage], state: State) -> bool:
     return ANSWERED in state.extra or any(later.sequential for later in later_stages)
 
 
-def _check_failures(replies: Sequence[Reply], stage: Stage) -> None:
+def _check_failures(replies: Sequence[Reply], stage: Stage, context: RunContext) -> None:
     """Raise ClientFailed for the first client that failed."""
     for reply in replies:
         if reply.failure:
-            raise ClientFailed(place(stage), [reply.client], reply.failure)
+            failed = [reply.client]
+            raise ClientFailed(place(stage), failed, reply.failure, is_remote=context.is_remote)
 
 
 @contextmanager

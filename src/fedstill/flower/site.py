@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from traceback import format_exception
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from filelock import FileLock
@@ -26,6 +27,7 @@ from fedstill.config.stages import takes_census
 from fedstill.core.codec import MAX_LOCAL_ENTRIES, decode, encoded_parts
 from fedstill.core.errors import (
     BadPayload,
+    ClientFailed,
     CorruptFile,
     FedstillError,
     Refused,
@@ -36,6 +38,7 @@ from fedstill.core.extensions import SiteGuard, SiteNotebook
 from fedstill.core.files import (
     digest,
     make_folder,
+    neutral,
     parse_toml,
     read_file,
     remove,
@@ -104,18 +107,26 @@ class StageExecutor:
         try:
             with process_settings():
                 answer = self._answer(request)
+        except ClientFailed as error:
+            return self._failed(request, error.reason, "work", error.__cause__)
         except Exception as error:
-            return self._failed(request, error_text(error), topic_of(error))
+            return self._failed(request, error_text(error), topic_of(error), error)
         if answer.failure:
             return self._failed(request, answer.failure, "work")
         return answer
 
-    def _failed(self, request: Request, details: str, topic: Topic) -> SiteReply:
-        """The answer to a failed request. Details remain in the site's log."""
+    def _failed(
+        self, request: Request, details: str, topic: Topic, error: BaseException | None = None
+    ) -> SiteReply:
+        """The answer to a failed request. Details remain in the site's log, with the traceback of
+        an error that is not one of fedstill.
+        """
         stage = request.stage
         reason = cut_reason(details)
         if not self.shows_reasons:
             log.warning("round %d, stage %s: %s", stage.round, cut_reason(stage.name), reason)
+            if error is not None and not isinstance(error, FedstillError):
+                log.warning("%s", neutral("".join(format_exception(error)), "terminal"))
             reason = public_reason(topic)
         if self.site.data and topic in DATA_TOPICS:
             self._refusals.add(request, topic)
@@ -351,22 +362,22 @@ class RequestProcessing:
         return reply
 
     def _new_answer(self, request: Request) -> SiteReply:
-        """Do the work and return the answer, which is stored for repeated requests unless the work
-        failed.
+        """Do the work and return the answer, which is stored for repeated requests.
+
+        Raises ClientFailed if the work fails.
         """
         for guard in self.guards:
             guard.admit(request, self.work)
 
         client = request.client
         memory = Memory({client: self.files.client_state(request.memory)})
-        engine = self.prepared.engine(memory, site=True)
+        # The error of a failure has the traceback for the site's log.
+        engine = replace(self.prepared.engine(memory, site=True), stops_on_failure=True)
         seed = self.prepared.settings.seed
         for guard in self.guards:
             seed = guard.work_seed(seed)
         (reply,) = engine.run(self.work, request.stage, {client: request.payload}, seed)
         answer = SiteReply.from_reply(reply, memory=None)
-        if reply.failure:
-            return answer
 
         for guard in self.guards:
             guard.check(request, self.work, reply)

@@ -172,6 +172,7 @@ def run_context(
         rules=settings.rules,
         recorder=recorder or NoRecorder(),
         hooks=extensions.round_hooks,
+        is_remote=settings.engine == "flower",
     )
 
 

@@ -330,7 +330,7 @@ def run_sums(work: SumsWork, context: RunContext) -> tuple[Moments, StageResult]
     state = State(params={}, round=0)
     result = run_stage(state, build_requests(state, stage, context), context)
     if not result.accepted:
-        check_quorum(stage, (), result.refused, context.rules)
+        check_quorum(result, context.rules, is_remote=context.is_remote)
     moments = result.after.extra
     return (
         Moments(
