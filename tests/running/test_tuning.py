@@ -8,6 +8,7 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,15 @@ def test_the_score_of_the_best_round_needs_a_selection(tmp_path: Path) -> None:
     """The goal is refused before the first trial."""
     with pytest.raises(ConfigError, match="select_on"):
         Tuning(COMMON, parse_space(SPACE), (1,), tmp_path, succeed, "best_round_score")
+
+
+def test_an_unknown_goal_is_refused_with_the_goals_that_the_runs_may_have(tmp_path: Path) -> None:
+    """The number of a measure is none: nothing says whether more of it is better."""
+    experiment = replace(COMMON, metrics=("f1",))
+    with pytest.raises(ConfigError, match=r"accuracy.*best_f1") as caught:
+        Tuning(experiment, parse_space(SPACE), (1,), tmp_path, succeed, "movement.py/norm")
+    assert "best_auc" not in str(caught.value)
+    assert "best_round_score" not in str(caught.value)
 
 
 def test_a_trial_that_fails_is_last_and_its_reason_is_shown(tmp_path: Path) -> None:

@@ -255,19 +255,29 @@ class Tuning:
     def _check_goal(self) -> None:
         """Raise ConfigError for an unknown goal, and for one that no run will have."""
         if self.goal and self.goal not in GOALS:
-            raise ConfigError(f"there is no goal {self.goal!r}; choose one of {', '.join(GOALS)}")
-        metric = METRIC_GOALS.get(self.goal)
-        if metric is not None and metric not in (*self.experiment.metrics, self.experiment.rank_by):
+            goals = [goal for goal in GOALS if not self._obstacle(goal)]
             raise ConfigError(
-                f"--goal {self.goal}: no run records {metric}; add it with -s metrics={metric}"
+                f"there is no goal {self.goal!r}; choose one of {', '.join(goals)}, or add a "
+                "metric with -s metrics=NAME; a measure cannot be a goal, because fedstill does "
+                "not know whether more of it is better"
             )
+        obstacle = self._obstacle(self.goal)
+        if obstacle:
+            raise ConfigError(f"--goal {self.goal}: {obstacle}")
+
+    def _obstacle(self, goal: str) -> str:
+        """The reason why no run will have a goal, with a remedy; empty if runs may have it."""
+        metric = METRIC_GOALS.get(goal)
+        if metric is not None and metric not in (*self.experiment.metrics, self.experiment.rank_by):
+            return f"no run records {metric}; add it with -s metrics={metric}"
         searched_tables = {dimension.key.partition(".")[0] for dimension in self.space}
         may_select_round = self._selects_round or searched_tables & {"select_on", "stop"}
-        if self.goal == BEST_ROUND and not may_select_round:
-            raise ConfigError(
-                f"--goal {self.goal}: no run selects a round; set select_on or [stop], e.g. with "
+        if goal == BEST_ROUND and not may_select_round:
+            return (
+                "no run selects a round; set select_on or [stop], e.g. with "
                 "-s select_on=held_out -s plan.validation=0.1"
             )
+        return ""
 
     @property
     def metric(self) -> str:
