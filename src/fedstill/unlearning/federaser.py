@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.capabilities import Need
-from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.core.extensions import StageActor, StageProvider, StageResult
 from fedstill.core.fields import Count, PositiveShare
 from fedstill.core.method import ClientWork, Method
@@ -55,9 +55,6 @@ from fedstill.unlearning.strategy import (
     replies_without,
     with_new_stages,
 )
-
-LARGEST_LR = 1e9
-"""The largest learning rate of a plan."""
 
 CALIBRATE = "calibrate"
 """The name of the stage."""
@@ -118,7 +115,10 @@ class FedEraser(Strategy):
         return continued(original, prepared, state)
 
     def plans(self, original: OriginalRun) -> Mapping[str, Plan]:
-        """The run's plan with fewer epochs, and the learning rates of the original rounds."""
+        """The run's plan with fewer epochs, and the learning rates of the original rounds.
+
+        Raises IncompatibleMethod if no plan can have these rates.
+        """
         plan = original.settings.plans[TRAIN]
         epochs = math.ceil(self.epochs_share * plan.epochs)
         steps = math.ceil(self.epochs_share * plan.steps)
@@ -127,8 +127,17 @@ class FedEraser(Strategy):
             return {CALIBRATE: plan}
         decay = plan.lr_decay**self.interval
         first = self.used_rounds(original.last_round)[0]
-        lr = _lr_before(plan.lr_at(first), decay, original.last_round)
-        return {CALIBRATE: replace(plan, lr=lr, lr_decay=decay)}
+        rounds = original.last_round
+        try:
+            # In the original rounds, this rate falls to that of the first calibrated round.
+            lr = plan.lr_at(first) / decay**rounds
+            return {CALIBRATE: replace(plan, lr=lr, lr_decay=decay)}
+        except (ConfigError, ZeroDivisionError) as error:
+            raise IncompatibleMethod(
+                f"--strategy federaser is not possible here: in {rounds} rounds, plan.lr_decay "
+                "lowers the learning rate too far to repeat its course in further rounds; use "
+                "retraining"
+            ) from error
 
     def changed_schedule(
         self, schedule: Schedule, request: UnlearningRequest, first_round: int
@@ -142,20 +151,6 @@ class FedEraser(Strategy):
         )
         without = Without(frozenset(request.clients), first_round)
         return with_new_stages(schedule, stages, without)
-
-
-def _lr_before(lr: float, decay: float, rounds: int) -> float:
-    """The learning rate that falls to ``lr`` in some rounds.
-
-    Raises IncompatibleMethod if no plan can have it.
-    """
-    factor = decay**rounds
-    if lr > LARGEST_LR * factor:
-        raise IncompatibleMethod(
-            f"--strategy federaser is not possible here: in {rounds} rounds, plan.lr_decay lowers "
-            "the learning rate too far to repeat its course in further rounds; use retraining"
-        )
-    return lr / factor
 
 
 def _norms(result: StageResult, clients: Sequence[int], names: Sequence[str]) -> dict[str, Tensor]:
