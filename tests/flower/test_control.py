@@ -173,14 +173,15 @@ def test_sites_that_are_not_connected_are_named_when_they_change(
     ]
     answers = iter(states)
 
-    def site_states(_: object) -> list[SiteStatus]:
+    def site_states(*_: object) -> list[SiteStatus]:
         state = next(answers)
         if isinstance(state, NoAnswer):
             raise state
         return state
 
     monkeypatch.setattr(remote_runs, "site_states", site_states)
-    offline = remote_runs.OfflineSites(SimpleNamespace())  # type: ignore[arg-type]
+    server = SimpleNamespace()
+    offline = remote_runs.OfflineSites(server, server)  # type: ignore[arg-type]
     said = []
     for _ in states:
         offline.announce()

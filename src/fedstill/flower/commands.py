@@ -211,7 +211,7 @@ def status(directory: Path) -> int:
 
     federation = folder.load_federation(directory)
     server = control.Control.of(federation)
-    sites = control.site_states(federation)
+    sites = control.site_states(federation, server)
     runs = server.runs_under_way()
     for site in sites:
         print(f"{site.name:<12} {site_state(site)}")

@@ -188,7 +188,7 @@ class FlowerRuns:
         announcer = _RoundAnnouncer(folder, settings.rounds, watch, announced=len(_rounds(folder)))
         run = when_it_listens(lambda: control.start(federation.app, values), START_SECONDS)
         watch.started(folder, 1 + announcer.announced)
-        return _follow(control, run, announcer, OfflineSites(federation))
+        return _follow(control, run, announcer, OfflineSites(federation, control))
 
     def client_memory(self, folder: Path, client: int, version: Version) -> Payload:
         """A version of a client's state, for clients of a simulation on this machine.
@@ -299,16 +299,17 @@ def _follow(
 class OfflineSites:
     """Announces the sites of a federation that are not connected, whenever they change.
 
-    ``announced``: the names of the last announcement.
+    ``control``: the access to its server. ``announced``: the names of the last announcement.
     """
 
     federation: Federation
+    control: Control
     announced: Sequence[str] = ()
 
     def announce(self) -> None:
         """Print the sites that are not connected, unless the last announcement has named them."""
         try:
-            sites = site_states(self.federation)
+            sites = site_states(self.federation, self.control)
         except NoAnswer:
             # The server may be restarting.
             return

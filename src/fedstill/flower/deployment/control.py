@@ -331,13 +331,13 @@ def when_it_listens(ask: Callable[[], T], seconds: float) -> T:
             time.sleep(1.0)
 
 
-def site_states(federation: Federation) -> list[SiteStatus]:
+def site_states(federation: Federation, control: Control) -> list[SiteStatus]:
     """The sites whose keys are listed, and all others that the server knows, sorted by name.
 
     A server that has just started does not know the listed sites yet.
     """
     states = {name: SiteStatus(name) for name in listed(federation)}
-    for site in Control.of(federation).sites():
+    for site in control.sites():
         states[site.name] = site
     # client2 before client10
     return sorted(states.values(), key=lambda site: (len(site.name), site.name))
