@@ -175,6 +175,30 @@ def test_a_wrong_request_is_one_line_and_starts_nothing(
     assert not (tmp_path / "new").exists()
 
 
+def test_a_repeated_command_reuses_the_finished_run_and_says_so(
+    visits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [visits / "run", "--client", "north", "--out", tmp_path / "new"]
+    assert unlearned(*command) == 0
+    certificate = (tmp_path / "new" / "certificate.json").read_bytes()
+    first = capsys.readouterr()
+    assert unlearned(*command) == 0
+    second = capsys.readouterr()
+    assert second.out == first.out
+    assert second.err != first.err
+    assert (tmp_path / "new" / "certificate.json").read_bytes() == certificate
+
+
+def test_a_run_that_has_forgotten_the_data_in_the_same_way_is_not_repeated(
+    visits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "new"
+    assert unlearned(visits / "run", "--class", "1", "--client", "north", "--out", new) == 0
+    assert unlearned(new, "--client", "north") == 2
+    assert f"unlearn --check {new}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [new]
+
+
 def test_an_unfinished_run_is_finished_first(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(toys.toy("fedavg", rounds=1), folder, toys.blobs())

@@ -142,6 +142,7 @@ def unlearn_command(
     """
     from fedstill.report.progress import followed
     from fedstill.running.directory import trust_run
+    from fedstill.running.journal import is_finished
     from fedstill.unlearning.unlearn import carry_out, planned
 
     if check:
@@ -150,6 +151,7 @@ def unlearn_command(
         trust_run(directory)
     request = forgotten.request(directory)
     plan = planned(directory, request, chosen.load())
+    was_finished = is_finished(out or plan.default_folder)
     with followed(plan.rounds.last, f"unlearning {request.text}", quiet) as watch:
         try:
             unlearned = carry_out(plan, out, exact=exact, watch=watch)
@@ -160,6 +162,8 @@ def unlearn_command(
                 1,
             )
     _print(unlearned.result.directory, unlearned.certificate)
+    if was_finished:
+        return say(f"{unlearned.result.directory} was finished before, so it is reused", 0)
     return 0
 
 

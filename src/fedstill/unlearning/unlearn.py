@@ -18,6 +18,7 @@ from fedstill.config.settings import Settings, written_plan
 from fedstill.core.errors import ConfigError, CorruptFile, DataError, IncompatibleMethod
 from fedstill.core.fields import nfc
 from fedstill.core.files import (
+    in_shell,
     make_folder,
     read_file,
     read_toml,
@@ -179,6 +180,7 @@ class UnlearningPlan:
         if not request:
             raise ConfigError("name the data to forget: --client, --examples or --class")
         original = OriginalRun.of(directory, data)
+        _check_is_new(original, request, strategy)
         request = _merged(original.earlier_request, request)
         _check(original, request, strategy)
         request = request.with_emptied_clients(original.split, original.labels)
@@ -238,6 +240,16 @@ def _slug(request: UnlearningRequest) -> str:
     if request.examples:
         parts.append(f"{len(request.examples)}-examples")
     return "-".join(parts)
+
+
+def _check_is_new(original: OriginalRun, request: UnlearningRequest, strategy: Strategy) -> None:
+    """Raise ConfigError if the original run is already the result of the request."""
+    table = original.settings.package_table(UnlearningTable)
+    if table.request.covers(request) and table.rule == strategy:
+        raise ConfigError(
+            f"{original.folder} has already forgotten {request.text} by {table.strategy}; "
+            f"`fedstill unlearn --check {in_shell(str(original.folder))}` shows its certificate"
+        )
 
 
 def _check(original: OriginalRun, request: UnlearningRequest, strategy: Strategy) -> None:
