@@ -188,3 +188,20 @@ def test_sites_that_are_not_connected_are_named_when_they_change(
         printed = capsys.readouterr().out
         said.append([name for name in ("client0", "client1", "client2") if name in printed])
     assert said == [["client0", "client2"], [], [], [], ["client1"]]
+
+
+def test_a_long_wait_for_sites_is_explained_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(remote_runs.time, "monotonic", lambda: clock.now)
+    announcer = remote_runs._RoundAnnouncer(tmp_path, 2, Quiet(), announced=0, grew_at=clock.now)
+    lengths = iter([0, 500, 500, 500, 500])
+    monkeypatch.setattr(remote_runs, "_length", lambda folder: next(lengths))
+    printed = []
+    for seconds in (30, 20, 30, 30, 600):
+        clock.now += seconds
+        announcer.announce_new()
+        announcer.explain_waiting()
+        printed.append(capsys.readouterr().out != "")
+    assert printed == [False, False, False, True, False]

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
@@ -63,6 +63,9 @@ JOURNAL_SECONDS = 1.0
 
 STATUS_SECONDS = 15.0
 """The time between two requests to the server, in seconds."""
+
+SILENCE_SECONDS = 60.0
+"""The time without news of a run after which its waiting is explained, in seconds."""
 
 START_SECONDS = 180.0
 """The time limit for the start of the server, in seconds."""
@@ -249,7 +252,8 @@ class _RoundAnnouncer:
     """Announces the rounds in the journal of a run that another program executes.
 
     ``announced``: the number of rounds that need no announcement. ``length``: the size of the
-    journal when it was last read, in bytes.
+    journal when it was last read, in bytes. ``grew_at``: the time at which its growth was last
+    noticed. ``has_explained``: whether ``explain_waiting`` has printed its line.
     """
 
     folder: Path
@@ -257,6 +261,8 @@ class _RoundAnnouncer:
     watch: Progress
     announced: int
     length: int = 0
+    grew_at: float = field(default_factory=time.monotonic)
+    has_explained: bool = False
 
     def announce_new(self) -> None:
         """Announce the rounds that the journal has gained."""
@@ -264,10 +270,25 @@ class _RoundAnnouncer:
         if length == self.length:
             return
         self.length = length
+        self.grew_at = time.monotonic()
         events = _rounds(self.folder)
         for event in events[self.announced :]:
             self.watch.round(event, self.rounds)
         self.announced = max(self.announced, len(events))
+
+    def explain_waiting(self) -> None:
+        """Print once what the run may be waiting for, if a stage takes long.
+
+        A site that works for a stopped run is online, but receives no other message until then.
+        """
+        seconds = time.monotonic() - self.grew_at
+        if self.has_explained or seconds < SILENCE_SECONDS:
+            return
+        self.has_explained = True
+        say(
+            f"no stage has ended for {seconds:.0f} s: the run waits for sites that have not "
+            "replied; a site first finishes its work for other runs, even for a stopped one"
+        )
 
 
 def _follow(
@@ -284,6 +305,7 @@ def _follow(
                 last_question = time.monotonic()
                 _raise_if_ended(control, run, folder)
                 offline.announce()
+                announcer.explain_waiting()
             if announcer.watch.stop():
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
