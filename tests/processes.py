@@ -5,12 +5,13 @@ ended.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ import fedstill
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import resolve
 from fedstill.config.settings import as_toml
-from fedstill.flower.deployment import folder
+from fedstill.flower.deployment import folder, programs
 from fedstill.flower.deployment.folder import Federation
 from fedstill.flower.deployment.programs import descendants
 from fedstill.running.journal import read_journal, without_times
@@ -131,6 +132,42 @@ def deployed(place: Path, clients: int) -> Iterator[Deployment]:
         yield deployment
     finally:
         deployment.close()
+
+
+def flowers_program(name: str) -> str:
+    """The path of one of Flower's programs, which are installed beside this Python."""
+    beside = str(Path(sys.executable).parent)
+    path = shutil.which(name, path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
+    assert path is not None, f"there is no program {name}"
+    return path
+
+
+@contextmanager
+def running(
+    command: Sequence[str], env: Mapping[str, str], **streams: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A program in its own process group, which ends with all below it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    process = subprocess.Popen(list(command), env=dict(env), start_new_session=True, **streams)
+    try:
+        yield process
+    finally:
+        programs.end(process)
+
+
+def wait_for_port(federation: Federation, process: subprocess.Popen[bytes]) -> None:
+    """Wait until a server listens on its federation's port."""
+    host, _, port = federation.local.rpartition(":")
+    end_at = time.monotonic() + 600
+    while True:
+        assert process.poll() is None, f"the server ended with status {process.returncode}"
+        assert time.monotonic() < end_at, f"nothing listens on {federation.local}"
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), 1).close()
+        except OSError:
+            time.sleep(0.3)
+        else:
+            return
 
 
 def free_port() -> int:

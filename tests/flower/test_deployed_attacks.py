@@ -23,7 +23,7 @@ from fedstill.flower.deployment import certificates, folder, programs, superlink
 from fedstill.flower.deployment.control import Control, public_key, write_link
 from fedstill.flower.deployment.folder import write_app
 from fedstill.flower.deployment.gate import KEY_HEADER
-from fedstill.flower.deployment.programs import descendants, running, wait_for_port
+from fedstill.flower.deployment.programs import descendants
 from fedstill.flower.messages import public_reason
 from flowers import needs_flower
 from gate_requests import instruction, reply, tree_of
@@ -34,8 +34,11 @@ from processes import (
     experiment,
     fedstill_,
     fedstill_command,
+    flowers_program,
     free_port,
     over,
+    running,
+    wait_for_port,
 )
 
 pytestmark = [
@@ -318,7 +321,7 @@ def hostile(place: Path, client: Path) -> Iterator[tuple[Control, folder.Federat
     federation = folder.init(
         place / "hostile", 1, ("127.0.0.1",), listen="127.0.0.1", port=port, version="1.0"
     )
-    command = [programs.program("flower-superlink"), "--host", "127.0.0.1", "--port", str(port)]
+    command = [flowers_program("flower-superlink"), "--host", "127.0.0.1", "--port", str(port)]
     for option, name in {"ca-cert": "ca.crt", "cert": "server.crt", "key": "server.key"}.items():
         command += [f"--ssl-{option}file", str(federation.server / name)]
     command += ["--enable-supernode-auth", "--disable-runtime-dependency-installation"]

@@ -20,7 +20,15 @@ from fedstill.flower.deployment import certificates, folder, programs
 from fedstill.flower.deployment.control import write_link
 from fedstill.flower.deployment.folder import Federation, Membership
 from flowers import needs_flower
-from processes import Deployment, fedstill_, fedstill_command, free_port
+from processes import (
+    Deployment,
+    fedstill_,
+    fedstill_command,
+    flowers_program,
+    free_port,
+    running,
+    wait_for_port,
+)
 
 pytestmark = [pytest.mark.slow, needs_flower]
 
@@ -61,17 +69,17 @@ def tried(
             command = ["timeout", str(SECONDS), *flowers_own(member, insecure)]
             more = ["--insecure-for-testing"] if insecure else []
             ours = fedstill_command("deploy", "client", str(member.folder), "--wait", "0", *more)
-            running = [
+            both = [
                 stack.enter_context(spoken(c, here / n))
                 for c, n in ((command, "node"), (ours, "ours"))
             ]
-            started[what] = Tried(*running, here)
+            started[what] = Tried(*both, here)
         yield started
 
 
 def flowers_own(member: Membership, insecure: bool) -> list[str]:
     """The command that starts Flower's own SuperNode as a member."""
-    command = [programs.program("flower-supernode"), "--superlink", member.address]
+    command = [flowers_program("flower-supernode"), "--superlink", member.address]
     command += ["--host", "127.0.0.1", "--port", str(free_port())]
     if insecure:
         return [*command, "--insecure"]
@@ -88,7 +96,7 @@ def flowers_own(member: Membership, insecure: bool) -> list[str]:
 def spoken(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     with (
         log.open("wb") as file,
-        programs.running(command, programs.environment(log.parent), stdout=file, stderr=file) as p,
+        running(command, programs.environment(log.parent), stdout=file, stderr=file) as p,
     ):
         yield p
 
@@ -126,7 +134,7 @@ def listening(other: Federation, days: int, host: str, stack: contextlib.ExitSta
     write_link(other, insecure=False)
     certificates.make_server(other.server, certificates.authority_of(other.folder), [host], days)
     process = stack.enter_context(spoken(command, other.server / "log"))
-    programs.wait_for_port(other, process, 600)
+    wait_for_port(other, process)
 
 
 @pytest.mark.parametrize("what", SAYS)

@@ -16,8 +16,9 @@ import pytest
 
 from fedstill.flower.deployment import superlink, tasks
 from fedstill.flower.deployment.folder import Federation
-from fedstill.flower.deployment.programs import descendants, running
+from fedstill.flower.deployment.programs import descendants
 from flowers import needs_flower
+from processes import running
 
 psutil = pytest.importorskip("psutil")
 

@@ -14,11 +14,11 @@ import pytest
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.flower.deployment.programs import environment, program
+from fedstill.flower.deployment.programs import environment
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.runner import run
 from flowers import needs_flower
-from processes import LIMIT, beside_us, kill_all_with
+from processes import LIMIT, beside_us, flowers_program, kill_all_with
 
 pytestmark = [
     pytest.mark.slow,
@@ -82,7 +82,7 @@ def test_flwr_run_runs_the_app_of_this_repository_in_flowers_simulation(tmp_path
     settings = {**environment(home), "PYTHONPATH": beside_us()["PYTHONPATH"]}
     try:
         done = subprocess.run(
-            [program("flwr"), "run", ".", "--stream"],
+            [flowers_program("flwr"), "run", ".", "--stream"],
             cwd=app,
             env=settings,
             capture_output=True,

@@ -7,16 +7,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from filelock import FileLock, Timeout
 
@@ -29,10 +27,6 @@ from fedstill.flower.deployment.reach import host_of, without_proxy
 
 if TYPE_CHECKING:
     import psutil
-
-LISTEN_SECONDS = 180.0
-"""The time limit until a server listens, in seconds; a busy machine may need a minute."""
-
 
 IN_MEMORY = ":flwr-in-memory:"
 """Flower's name for a database in memory."""
@@ -66,19 +60,6 @@ def use_environment(home: Path) -> None:
     for name in os.environ.keys() - variables.keys():
         del os.environ[name]
     os.environ.update(variables)
-
-
-def program(name: str) -> str:
-    """The path of one of Flower's programs; raises ConfigError if it is not installed with this
-    Python.
-    """
-    check_flower_installed()
-    path = shutil.which(
-        name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    )
-    if path is None:
-        raise ConfigError(f"there is no program {name}: pip install 'fedstill[flower]'")
-    return path
 
 
 def superlink(federation: Federation, insecure: bool) -> list[str]:
@@ -181,23 +162,8 @@ def alone(folder: Path, program_name: str) -> Iterator[None]:
         ) from None
 
 
-@contextmanager
-def running(
-    command: Sequence[str], env: Mapping[str, str], **streams: Any
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A context with a running program in its own process group. The program and its child
-    processes end with the context or with this process.
-    """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    process = subprocess.Popen(list(command), env=dict(env), start_new_session=True, **streams)
-    try:
-        yield process
-    finally:
-        end(process)
-
-
 def end(process: subprocess.Popen[bytes], seconds: float = 20.0) -> None:
-    """End a program that ``running`` started, and its child processes: they are terminated and, if
+    """End a program in its own process group, and its child processes: they are terminated and, if
     necessary, killed.
 
     Flower's server detaches its child processes, so ending the process group does not suffice.
@@ -251,17 +217,3 @@ def _listens(federation: Federation) -> bool:
             return True
     except OSError:
         return False
-
-
-def wait_for_port(
-    federation: Federation, process: subprocess.Popen[bytes], seconds: float = LISTEN_SECONDS
-) -> None:
-    """Wait until the server answers; raises DeployFailed if it ends or does not answer in time."""
-    end_at = time.monotonic() + seconds
-    while time.monotonic() < end_at:
-        if process.poll() is not None:
-            raise DeployFailed(f"the server ended with status {process.returncode}; see its output")
-        if _listens(federation):
-            return
-        time.sleep(0.3)
-    raise DeployFailed(f"the server did not listen on port {federation.port} within {seconds:g} s")
