@@ -220,154 +220,44 @@ class Report:
         return group_named(self.against, self.groups)
 
 
-SECTIONS = (
-    Part(
-        "results",
-        "All measures in one table, and the differences to one group.",
-        "fedstill.report.overview:results",
-    ),
-    Part(
-        "boundaries",
-        "Decision boundaries of clients that queried their peers.",
-        "fedstill.report.class_regions:boundaries",
-    ),
-    Part(
-        "rounds",
-        "Accuracy and forgetting by round.",
-        "fedstill.report.rounds:learning_and_forgetting",
-    ),
-    Part(
-        "metrics",
-        "Metrics other than accuracy, by round.",
-        "fedstill.report.rounds:metrics_by_round",
-    ),
-    Part(
-        "confusion",
-        "Confusions between classes.",
-        "fedstill.report.rounds:confusion",
-    ),
-    Part(
-        "tasks",
-        "Accuracy and forgetting over tasks.",
-        "fedstill.report.tasks:over_tasks",
-    ),
-    Part(
-        "heterogeneity",
-        "Accuracy and forgetting against a parameter of the split.",
-        "fedstill.report.setting_effects:heterogeneity",
-    ),
-    Part(
-        "sensitivity",
-        "Accuracy and forgetting against a hyper-parameter.",
-        "fedstill.report.setting_effects:sensitivity",
-    ),
-    Part(
-        "classes",
-        "Accuracy of each class by round.",
-        "fedstill.report.rounds:remembered_classes",
-    ),
-    Part(
-        "data",
-        "The form of the examples, and omissions in reading them.",
-        "fedstill.report.data_split:data_notes",
-    ),
-    Part(
-        "split",
-        "The examples of each class at each client.",
-        "fedstill.report.data_split:split_maps",
-    ),
-    Part(
-        "knowledge",
-        "In-local and out-local accuracy, and prediction consistency.",
-        "fedstill.report.knowledge:knowledge",
-    ),
-    Part(
-        "epochs",
-        "In-local and out-local accuracy within local training.",
-        "fedstill.report.knowledge:epochs",
-    ),
-    Part(
-        "clients",
-        "Accuracy of each client.",
-        "fedstill.report.clients:clients",
-    ),
-    Part(
-        "personal",
-        "Local, personalised and server accuracy.",
-        "fedstill.report.weights:personal",
-    ),
-    Part(
-        "weights",
-        "Alignment, divergence and diversity of weights.",
-        "fedstill.report.weights:weight_changes",
-    ),
-    Part(
-        "own_measures",
-        "Values of the user's own measures by round.",
-        "fedstill.report.rounds:own_measures",
-    ),
-    Part(
-        "units",
-        "The class of each unit.",
-        "fedstill.report.class_regions:units",
-    ),
-    Part(
-        "tsne",
-        "Features of test examples on one plane.",
-        "fedstill.report.features:tsne",
-    ),
-    Part(
-        "joint",
-        "Features of runs that started from one model.",
-        "fedstill.report.features:joint",
-    ),
-    Part(
-        "sphere",
-        "Classes on the circle.",
-        "fedstill.report.class_regions:sphere",
-    ),
-    Part(
-        "landscape",
-        "The loss landscape of models.",
-        "fedstill.report.weights:landscape",
-    ),
-    Part(
-        "chain",
-        "Accuracy, consistency and drift along a chain of clients.",
-        "fedstill.report.knowledge:chain",
-    ),
-    Part(
-        "leakage",
-        "Membership inference from the clients' messages.",
-        "fedstill.report.leaks:leaks",
-    ),
-    Part(
-        "targets",
-        "Training time to reach target accuracies.",
-        "fedstill.report.overview:targets",
-    ),
-    Part(
-        "cost",
-        "Seconds and bytes.",
-        "fedstill.report.overview:cost",
-    ),
-    Part(
-        "failures",
-        "Replies that were refused.",
-        "fedstill.report.overview:failures",
-    ),
-    Part(
-        "settings",
-        "The settings in which groups differ, and all runs.",
-        "fedstill.report.overview:settings",
-    ),
-)
-"""The sections of this package. Sections of other packages follow the sections that they name."""
+SECTIONS = {
+    "results": "fedstill.report.overview:results",
+    "boundaries": "fedstill.report.class_regions:boundaries",
+    "rounds": "fedstill.report.rounds:learning_and_forgetting",
+    "metrics": "fedstill.report.rounds:metrics_by_round",
+    "confusion": "fedstill.report.rounds:confusion",
+    "tasks": "fedstill.report.tasks:over_tasks",
+    "heterogeneity": "fedstill.report.setting_effects:heterogeneity",
+    "sensitivity": "fedstill.report.setting_effects:sensitivity",
+    "classes": "fedstill.report.rounds:remembered_classes",
+    "data": "fedstill.report.data_split:data_notes",
+    "split": "fedstill.report.data_split:split_maps",
+    "knowledge": "fedstill.report.knowledge:knowledge",
+    "epochs": "fedstill.report.knowledge:epochs",
+    "clients": "fedstill.report.clients:clients",
+    "personal": "fedstill.report.weights:personal",
+    "weights": "fedstill.report.weights:weight_changes",
+    "own_measures": "fedstill.report.rounds:own_measures",
+    "units": "fedstill.report.class_regions:units",
+    "tsne": "fedstill.report.features:tsne",
+    "joint": "fedstill.report.features:joint",
+    "sphere": "fedstill.report.class_regions:sphere",
+    "landscape": "fedstill.report.weights:landscape",
+    "chain": "fedstill.report.knowledge:chain",
+    "leakage": "fedstill.report.leaks:leaks",
+    "targets": "fedstill.report.overview:targets",
+    "cost": "fedstill.report.overview:cost",
+    "failures": "fedstill.report.overview:failures",
+    "settings": "fedstill.report.overview:settings",
+}
+"""The sections of this package by name, and where they are. Sections of other packages follow the
+sections that they name.
+"""
 
 
 def section_parts() -> list[Part]:
     """The sections of all packages, in the order of the page."""
-    own_parts = {part.name: part for part in SECTIONS}
+    own_parts = {name: Part(name, "", target) for name, target in SECTIONS.items()}
     package_parts = [(part, part) for part in manifest.report_sections()]
     return list(manifest.placed(own_parts, package_parts).values())
 
