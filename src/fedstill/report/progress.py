@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -42,8 +42,8 @@ Clock = Callable[[], float]
 # One run
 
 
-class Display(Protocol):
-    """Shows the progress of one run."""
+class Display:
+    """Shows the progress of one run. The base class shows nothing."""
 
     def begin(self) -> None:
         """Start to show it."""
@@ -62,28 +62,6 @@ class Display(Protocol):
 
     def stopping(self) -> None:
         """Show that the run will stop, after Ctrl-C."""
-
-
-class NoDisplay:
-    """Shows nothing."""
-
-    def begin(self) -> None:
-        """Nothing."""
-
-    def end(self) -> None:
-        """Nothing."""
-
-    def started(self, folder: Path, round: int) -> None:
-        """Nothing."""
-
-    def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
-        """Nothing."""
-
-    def round(self, event: Mapping[str, Any], rounds: int) -> None:
-        """Nothing."""
-
-    def stopping(self) -> None:
-        """Nothing."""
 
 
 class Followed:
@@ -137,7 +115,7 @@ class Followed:
 def followed(rounds: int, label: str, quiet: bool = False) -> Followed:
     """The progress of a run: a bar in a terminal, lines elsewhere, nothing if ``quiet``."""
     if quiet:
-        return Followed(NoDisplay())
+        return Followed(Display())
     if in_terminal():
         return Followed(Bar(rounds, label))
     return Followed(Lines(rounds, label))
@@ -148,7 +126,7 @@ def in_terminal() -> bool:
     return _console().is_terminal
 
 
-class Bar:
+class Bar(Display):
     """A progress bar for one run: rounds, the latest numbers, time left."""
 
     def __init__(self, rounds: int, label: str) -> None:
@@ -190,7 +168,7 @@ class Mark:
     seconds: float
 
 
-class Lines:
+class Lines(Display):
     """Lines for one run: at its first and last round, and at least ``EVERY`` seconds apart."""
 
     def __init__(self, rounds: int, label: str, clock: Clock = time.monotonic) -> None:
@@ -215,9 +193,6 @@ class Lines:
         if round > 1:
             rounds = f"resuming at round {round} of {self.rounds}"
         self._write(f"{rounds}, in {folder}")
-
-    def end(self) -> None:
-        """Nothing: the last round has a line."""
 
     def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
         """Write a line in the middle of a long round."""
@@ -312,11 +287,15 @@ ENDS = ("finished", "failed")
 """States that a line reports. A run that is stopped has no line of its own."""
 
 
-class ManyRuns(Protocol):
-    """Shows the progress of several runs while its block runs."""
+class ManyRuns:
+    """Shows the progress of several runs while its block runs. The base class shows nothing."""
 
-    def __enter__(self) -> ManyRuns: ...
-    def __exit__(self, *_: object) -> None: ...
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop showing it."""
+
     def show(self, outcomes: Sequence[Outcome]) -> None:
         """Show the state of all runs; it is called a few times a second."""
 
@@ -327,7 +306,7 @@ def followed_runs(quiet: bool = False, runs: int = 0) -> ManyRuns:
     runs: the number of runs, where not all of them are known from the start.
     """
     if quiet:
-        return UnseenRuns()
+        return ManyRuns()
     if in_terminal():
         return RunBars(runs)
     return RunLines(runs=runs)
@@ -339,20 +318,7 @@ def _all_rounds(outcomes: Sequence[Outcome], runs: int) -> int:
     return rounds * max(runs, len(outcomes)) // max(1, len(outcomes))
 
 
-class UnseenRuns:
-    """Shows nothing."""
-
-    def __enter__(self) -> UnseenRuns:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing."""
-
-    def show(self, outcomes: Sequence[Outcome]) -> None:
-        """Nothing."""
-
-
-class RunBars:
+class RunBars(ManyRuns):
     """A progress bar over all rounds of all runs, and a bar for each run that is running."""
 
     def __init__(self, runs: int = 0) -> None:
@@ -361,7 +327,7 @@ class RunBars:
         self._total: TaskID | None = None
         self._tasks: dict[Path, TaskID] = {}
 
-    def __enter__(self) -> RunBars:
+    def __enter__(self) -> Self:
         self._bar.start()
         return self
 
@@ -392,7 +358,7 @@ class RunBars:
         self._bar.update(self._tasks[folder], completed=outcome.done, note=note, visible=is_running)
 
 
-class RunLines:
+class RunLines(ManyRuns):
     """A line at the end of each run, and lines about all runs at least ``EVERY`` seconds apart."""
 
     def __init__(self, clock: Clock = time.monotonic, runs: int = 0) -> None:
@@ -404,13 +370,10 @@ class RunLines:
         self._initial_rounds: dict[Path, int] = {}
         self._ended: set[Path] = set()
 
-    def __enter__(self) -> RunLines:
+    def __enter__(self) -> Self:
         self._began = self.clock()
         self._last_line = self._began - EVERY
         return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing: each run has had its last line."""
 
     def show(self, outcomes: Sequence[Outcome]) -> None:
         """Write a line about all runs if one is due, and a line for each run that has ended."""
