@@ -6,12 +6,15 @@ files with these texts and writes them.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from fedstill.benchmark.map_page import markdown_maps
-from fedstill.benchmark.maps import shipped_maps
+from fedstill.benchmark.map_page import EXPLANATION, TITLE, missing_maps
+from fedstill.benchmark.maps import MapCell, MethodMap, shipped_maps
 from fedstill.benchmark.page import INTERVALS, LIMITS, PROCEDURE, config_lines
 from fedstill.benchmark.recipes import load_recipe
 from fedstill.benchmark.scoring import score_of
@@ -140,6 +143,71 @@ def peers() -> str:
 def maps() -> str:
     """The text of docs/ranking/maps.md."""
     return markdown_maps(shipped_maps()).removeprefix("#").replace("\n### ", "\n## ")
+
+
+GAIN_TABLE_NOTE = "Gains are in points, means over three seeds. ~: the seeds disagree."
+
+FLOOR_TABLE_NOTE = (
+    "FedAvg's own accuracy in %, means over three seeds. Chance is 10 with ten classes. A large "
+    "gain over such an accuracy mainly shows that FedAvg collapsed."
+)
+
+
+def markdown_maps(maps: Mapping[str, MethodMap]) -> str:
+    """The page's section of maps in Markdown, with tables in place of pictures.
+
+    The table of FedAvg's accuracy appears once for successive maps in which it is the same.
+    """
+    parts = [f"## {TITLE}", EXPLANATION]
+    if maps:
+        parts.append(GAIN_TABLE_NOTE)
+    printed_floor = ""
+    for method_map in maps.values():
+        floor = floor_table(method_map).markdown().rstrip()
+        if floor != printed_floor:
+            parts += ["### FedAvg", FLOOR_TABLE_NOTE, floor]
+            printed_floor = floor
+        parts += [f"### {method_map.row}", f"{method_map.summary}."]
+        parts.append(gain_table(method_map).markdown().rstrip())
+    return "\n\n".join([*parts, *missing_maps(maps)]) + "\n"
+
+
+def gain_table(method_map: MethodMap) -> TextTable:
+    """The gain in every cell."""
+    return _two_way_table(method_map, lambda cell: cell.gain_text)
+
+
+def floor_table(method_map: MethodMap) -> TextTable:
+    """FedAvg's accuracy in every cell, in %."""
+    return _two_way_table(method_map, lambda cell: f"{100 * cell.floor_accuracy:.1f}")
+
+
+def _two_way_table(method_map: MethodMap, text: Callable[[MapCell], str]) -> TextTable:
+    """A line for each value of the first axis, a column for each combination of the others."""
+    row_key, *column_keys = method_map.axes
+    # The last axis varies slowest, as panels do.
+    column_keys.reverse()
+    columns = list(itertools.product(*(method_map.axes[key] for key in column_keys)))
+    texts = {}
+    for cell in method_map.cells:
+        column = tuple(cell.values[key] for key in column_keys)
+        texts[cell.values[row_key], column] = text(cell)
+    head = [_short(row_key), *(_combination(column_keys, column) for column in columns)]
+    lines = [
+        [str(value), *(texts[value, column] for column in columns)]
+        for value in method_map.axes[row_key]
+    ]
+    return TextTable(head, lines)
+
+
+def _combination(keys: Sequence[str], values: Sequence[Any]) -> str:
+    pairs = zip(keys, values, strict=True)
+    return ", ".join(f"{_short(key)} {value}" for key, value in pairs)
+
+
+def _short(key: str) -> str:
+    """A dotted key without its table."""
+    return key.rpartition(".")[2]
 
 
 def track_page(track: str) -> str:

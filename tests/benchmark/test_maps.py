@@ -8,15 +8,10 @@ from math import nan
 from pathlib import Path
 
 import pytest
+from tools.ranking import floor_table, gain_table, markdown_maps
 
 from fedstill.benchmark import maps
-from fedstill.benchmark.map_page import (
-    cell_table,
-    floor_table,
-    gain_table,
-    markdown_maps,
-    write_map,
-)
+from fedstill.benchmark.map_page import cell_table, write_map
 from fedstill.benchmark.maps import (
     AXES,
     SHIPPED_METHODS,

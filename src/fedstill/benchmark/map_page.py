@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -195,13 +194,6 @@ EXPLANATION = (
     f"in a cell if all three seeds agree. {CHANCE}: in 9 of 36."
 )
 
-GAIN_TABLE_NOTE = "Gains are in points, means over three seeds. ~: the seeds disagree."
-
-FLOOR_TABLE_NOTE = (
-    "FedAvg's own accuracy in %, means over three seeds. Chance is 10 with ten classes. A large "
-    "gain over such an accuracy mainly shows that FedAvg collapsed."
-)
-
 MAP_COMMAND = "fedstill rank map METHOD"
 
 
@@ -219,65 +211,8 @@ def maps_section(maps: Mapping[str, MethodMap]) -> Section:
     return Section(MAPS_SECTION, TITLE, blocks)
 
 
-def markdown_maps(maps: Mapping[str, MethodMap]) -> str:
-    """The same section in Markdown, with tables in place of pictures.
-
-    The table of FedAvg's accuracy appears once for successive maps in which it is the same.
-    """
-    parts = [f"## {TITLE}", EXPLANATION]
-    if maps:
-        parts.append(GAIN_TABLE_NOTE)
-    printed_floor = ""
-    for method_map in maps.values():
-        floor = floor_table(method_map).markdown().rstrip()
-        if floor != printed_floor:
-            parts += ["### FedAvg", FLOOR_TABLE_NOTE, floor]
-            printed_floor = floor
-        parts += [f"### {method_map.row}", f"{method_map.summary}."]
-        parts.append(gain_table(method_map).markdown().rstrip())
-    return "\n\n".join([*parts, *missing_maps(maps)]) + "\n"
-
-
 def missing_maps(maps: Mapping[str, MethodMap]) -> Iterator[str]:
     """A sentence on the methods whose maps should ship but do not yet; nothing if all do."""
     missing = [row for name, row in SHIPPED_METHODS.items() if name not in maps]
     if missing:
         yield f"No map ships yet of {', '.join(missing)}. {MAP_COMMAND} makes one of any method."
-
-
-def gain_table(method_map: MethodMap) -> TextTable:
-    """The gain in every cell."""
-    return _two_way_table(method_map, lambda cell: cell.gain_text)
-
-
-def floor_table(method_map: MethodMap) -> TextTable:
-    """FedAvg's accuracy in every cell, in %."""
-    return _two_way_table(method_map, lambda cell: f"{100 * cell.floor_accuracy:.1f}")
-
-
-def _two_way_table(method_map: MethodMap, text: Callable[[MapCell], str]) -> TextTable:
-    """A line for each value of the first axis, a column for each combination of the others."""
-    row_key, *column_keys = method_map.axes
-    # The last axis varies slowest, as panels do.
-    column_keys.reverse()
-    columns = list(itertools.product(*(method_map.axes[key] for key in column_keys)))
-    texts = {}
-    for cell in method_map.cells:
-        column = tuple(cell.values[key] for key in column_keys)
-        texts[cell.values[row_key], column] = text(cell)
-    head = [_short(row_key), *(_combination(column_keys, column) for column in columns)]
-    lines = [
-        [str(value), *(texts[value, column] for column in columns)]
-        for value in method_map.axes[row_key]
-    ]
-    return TextTable(head, lines)
-
-
-def _combination(keys: Sequence[str], values: Sequence[Any]) -> str:
-    pairs = zip(keys, values, strict=True)
-    return ", ".join(f"{_short(key)} {value}" for key, value in pairs)
-
-
-def _short(key: str) -> str:
-    """A dotted key without its table."""
-    return key.rpartition(".")[2]
