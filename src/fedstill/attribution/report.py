@@ -43,6 +43,7 @@ from fedstill.report.figures import (
     height_of,
     layout,
     new_trace,
+    plain_layout,
     rounded,
 )
 from fedstill.report.page import Report
@@ -172,10 +173,8 @@ def _contribution_map(run: Run, number: int) -> Figure:
         notes.append(absent_note("no class changed by 5 points"))
     else:
         notes.append(absent_note("not measured in this round"))
-    axes = layout(
+    axes = plain_layout(
         height=height_of(len(names)),
-        showlegend=False,
-        hovermode="closest",
         xaxis={"type": "category", "showgrid": False},
         yaxis=class_axis("class"),
         annotations=notes,
@@ -382,9 +381,7 @@ def _loss_figure(run: Run, loss: ClassChange) -> Figure:
         cliponaxis=False,
         hovertemplate="%{x}: %{text}<extra></extra>",
     )
-    axes = layout(
-        showlegend=False,
-        hovermode="closest",
+    axes = plain_layout(
         xaxis={"type": "category", "showgrid": False},
         yaxis={**PERCENT.ticks, "range": [-0.12, 1.12], "tickvals": [0, 0.25, 0.5, 0.75, 1]},
     )

@@ -11,7 +11,7 @@ from typing import Any
 from fedstill.benchmark.maps import SHIPPED_METHODS, MapCell, MethodMap, map_text
 from fedstill.core.files import PAGE, check_may_overwrite, make_folder, write_whole
 from fedstill.report.blocks import Block, Chart, Folded, Gallery, Paragraph, Section, Table
-from fedstill.report.figures import Figure, Trace, layout, new_trace
+from fedstill.report.figures import Figure, Trace, new_trace, plain_layout
 from fedstill.report.page import document
 from fedstill.report.summary import NONE
 from fedstill.report.table_files import TextTable
@@ -131,10 +131,8 @@ def _panel(method_map: MethodMap, cells: Sequence[MapCell]) -> Figure:
     table = [[by_values[row, column] for column in columns] for row in rows]
     trace = _heat_map(rows, columns, table, _largest_gain(method_map))
     axis = {"type": "category", "showgrid": False}
-    axes = layout(
+    axes = plain_layout(
         height=110 + 46 * len(rows),
-        showlegend=False,
-        hovermode="closest",
         xaxis={**axis, "title": {"text": column_key}},
         yaxis={**axis, "title": {"text": row_key}, "autorange": "reversed"},
     )

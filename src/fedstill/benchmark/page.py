@@ -45,8 +45,8 @@ from fedstill.report.figures import (
     Figure,
     Trace,
     escaped,
-    layout,
     new_trace,
+    plain_layout,
     rounded,
 )
 from fedstill.report.page import document
@@ -88,11 +88,9 @@ def scatter(standings: Standings) -> Figure:
     traces = equal_curves()
     for index, (row, side) in enumerate(zip(rows, sides, strict=True)):
         traces.append(_row_trace(row, side, COLOURS[index % len(COLOURS)]))
-    axes = layout(
-        hovermode="closest",
+    axes = plain_layout(
         xaxis={**PERCENT.ticks, "title": {"text": "learned"}, "range": [min_learned, MAX_LEARNED]},
         yaxis={**PERCENT.ticks, "title": {"text": "kept"}, "range": [axis_start, MAX_KEPT]},
-        showlegend=False,
         height=440,
     )
     return Figure(traces, axes)
@@ -267,12 +265,10 @@ def rank_figure(standings: Standings) -> Figure:
         "tickvals": list(range(1, len(names) + 1)),
     }
     methods = {"type": "category", "categoryorder": "array", "categoryarray": names[::-1]}
-    axes = layout(
+    axes = plain_layout(
         height=110 + 26 * len(names),
-        hovermode="closest",
         xaxis=ranks,
         yaxis=methods,
-        showlegend=False,
     )
     return Figure([_rank_trace(standings, names), *bars], axes)
 
@@ -341,10 +337,8 @@ def task_matrix(row: RankedRow, column: str) -> Figure | None:
         showscale=False,
         hovertemplate="%{y}, %{x}: %{z:.1f} %<extra></extra>",
     )
-    axes = layout(
+    axes = plain_layout(
         height=240,
-        showlegend=False,
-        hovermode="closest",
         xaxis=category,
         yaxis={**category, "autorange": "reversed"},
     )

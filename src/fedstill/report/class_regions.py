@@ -27,6 +27,7 @@ from fedstill.report.figures import (
     escaped,
     layout,
     new_trace,
+    plain_layout,
     rounded,
 )
 from fedstill.report.page import Report
@@ -138,10 +139,8 @@ def _circles(measurement: Measurement) -> Figure:
         traces += _circle(measurement, model, centre)
         notes.append({"text": escaped(model), "x": centre, "y": 0, "showarrow": False})
     last_centre = CIRCLE_DISTANCE * (len(models) - 1)
-    axes = layout(
+    axes = plain_layout(
         height=280,
-        hovermode="closest",
-        showlegend=False,
         xaxis={**HIDDEN_AXIS, "range": [-1.6, last_centre + 1.6]},
         yaxis={**HIDDEN_AXIS, "scaleanchor": "x", "range": [-1.6, 1.6]},
         annotations=notes,
@@ -266,10 +265,8 @@ def _units(measurement: Measurement) -> Figure:
         ygap=2,
         hovertemplate="%{y}: unit represents %{customdata}<extra></extra>",
     )
-    axes = layout(
+    axes = plain_layout(
         height=90 + 26 * len(models),
-        hovermode="closest",
-        showlegend=False,
         xaxis={**BARE_AXIS, "title": {"text": f"{len(order)} units"}},
         yaxis={"type": "category", "autorange": "reversed", "showgrid": False},
     )

@@ -24,6 +24,7 @@ from fedstill.report.figures import (
     height_of,
     layout,
     new_trace,
+    plain_layout,
     short_name,
     whole_numbers,
 )
@@ -193,10 +194,8 @@ def class_by_client(split: Split, kind: MapKind = EXAMPLES) -> Figure:
         hovertemplate=f"{client}, class %{{y}}: %{{z}} ({kind.title})<extra></extra>",
     )
     across = {"title": {"text": "client"}, "showgrid": False, "zeroline": False}
-    axes = layout(
+    axes = plain_layout(
         height=height_of(len(split.classes)),
-        showlegend=False,
-        hovermode="closest",
         xaxis={**across, **_ticks(split)},
         yaxis=class_axis("class"),
     )

@@ -156,6 +156,11 @@ def layout(**settings: Any) -> Layout:
     return {**shared, **settings}
 
 
+def plain_layout(**settings: Any) -> Layout:
+    """A layout without a legend, in which the pointer selects one cell, bar or point."""
+    return layout(hovermode="closest", showlegend=False, **settings)
+
+
 @dataclass(frozen=True)
 class ValueAxis:
     """An axis of values. ``ticks``: the settings of its ticks.

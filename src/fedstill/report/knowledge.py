@@ -41,6 +41,7 @@ from fedstill.report.figures import (
     lines,
     measured,
     new_trace,
+    plain_layout,
     rounded,
     whole_numbers,
 )
@@ -172,12 +173,10 @@ def _bars(groups: Sequence[Group], style: Style, suffix: str) -> Figure:
         if key != "accuracy":
             key += suffix
         traces.append(_bar_trace(bar, key, groups, style))
-    axes = layout(
+    axes = plain_layout(
         height=HEIGHT,
         barmode="group",
         bargap=0.3,
-        showlegend=False,
-        hovermode="closest",
         xaxis={"type": "category"},
         yaxis={**PERCENT.ticks, "range": [0, 1]},
         uniformtext={"mode": "hide", "minsize": 9},

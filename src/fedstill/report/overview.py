@@ -31,10 +31,10 @@ from fedstill.report.figures import (
     escaped,
     faint,
     group_name,
-    layout,
     measured,
     new_trace,
     over_seconds,
+    plain_layout,
     rounded,
 )
 from fedstill.report.page import Report
@@ -374,12 +374,10 @@ def _three_digits(value: float) -> str:
 
 
 def _bar_layout(groups: int, title: str, mode: str) -> Layout:
-    return layout(
+    return plain_layout(
         barmode=mode,
         height=max(HEIGHT, 90 + 30 * groups),
         uniformtext={"mode": "hide", "minsize": 10},
-        showlegend=False,
-        hovermode="closest",
         bargap=0.35,
         xaxis={"title": {"text": title}},
         yaxis={"autorange": "reversed", "type": "category"},
@@ -405,11 +403,9 @@ def measure_bars(groups: Sequence[Group], style: Style) -> Figure:
                 hovertemplate=f"%{{y}}, {group_name(group)}: %{{x:,.3~r}} s<extra></extra>",
             )
         )
-    axes = layout(
+    axes = plain_layout(
         barmode="group",
         height=max(HEIGHT, 60 + 14 * len(names) * len(groups)),
-        showlegend=False,
-        hovermode="closest",
         xaxis={"title": {"text": "seconds"}},
         yaxis={"autorange": "reversed", "type": "category"},
     )

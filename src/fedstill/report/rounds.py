@@ -34,10 +34,10 @@ from fedstill.report.figures import (
     class_names,
     heat_map,
     height_of,
-    layout,
     lines,
     measured,
     percentage,
+    plain_layout,
     rounded,
     whole_numbers,
 )
@@ -332,10 +332,8 @@ def _map_layout(classes: int, unit: str, last: int, absent: str) -> Layout:
     notes = []
     if absent:
         notes.append(absent_note(absent))
-    return layout(
+    return plain_layout(
         height=height_of(classes),
-        showlegend=False,
-        hovermode="closest",
         xaxis={"title": {"text": unit}, "showgrid": False, "zeroline": False, **ticks},
         yaxis=class_axis("class"),
         annotations=notes,
@@ -429,10 +427,8 @@ def _confusion_map(counts: Values, classes: Sequence[str]) -> Figure:
         hovertemplate="class %{y}, predicted %{x}: %{z:.1f} %, %{customdata} examples"
         "<extra></extra>",
     )
-    axes = layout(
+    axes = plain_layout(
         height=height_of(len(names)),
-        showlegend=False,
-        hovermode="closest",
         xaxis={"type": "category", "showgrid": False, "title": {"text": "predicted class"}},
         yaxis=class_axis("class"),
     )

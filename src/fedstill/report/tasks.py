@@ -38,6 +38,7 @@ from fedstill.report.figures import (
     measured,
     new_trace,
     percentage,
+    plain_layout,
     rounded,
 )
 from fedstill.report.page import Report
@@ -171,10 +172,8 @@ def matrix_map(group: Group) -> Figure:
     notes = _forgetting_notes(forgetting, column=ends)
     if tasks <= MAX_NUMBERED_TASKS:
         notes += _cell_notes(mean)
-    axes = layout(
+    axes = plain_layout(
         height=90 + max(160, min(720, 34 * tasks)),
-        showlegend=False,
-        hovermode="closest",
         xaxis={"type": "category", "showgrid": False},
         yaxis={"type": "category", "autorange": "reversed", "showgrid": False},
         shapes=[_frame(task) for task in range(min(ends, tasks))],

@@ -30,6 +30,7 @@ from fedstill.report.figures import (
     lines,
     measured,
     new_trace,
+    plain_layout,
     rounded,
 )
 from fedstill.report.page import Report
@@ -355,9 +356,7 @@ def _contour(measurement: Measurement, model: str, plane: str, losses_shown: Los
         marker={"symbol": "x", "size": 8, "color": "#D7263D"},
         hoverinfo="skip",
     )
-    axes = layout(
-        hovermode="closest",
-        showlegend=False,
+    axes = plain_layout(
         xaxis={"title": {"text": titles[0]}},
         yaxis={"title": {"text": titles[1]}},
     )
