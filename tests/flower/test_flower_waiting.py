@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
-from fedstill.flower.fleet import SHORTEST_PAUSE, Pace
+from fedstill.flower.fleet import SHORTEST_PAUSE, pause_after
 from flowers import needs_flower
 
 
-def test_it_asks_often_while_there_is_work_and_more_and_more_rarely_after_it() -> None:
-    now = SimpleNamespace(t=100.0)
-    pace = Pace(lambda: now.t)
-    assert pace.wait(3.0) == 3.0, "there was no work yet"
-    pace.worked()
+def test_it_asks_often_at_first_and_more_and_more_rarely_after_it() -> None:
+    elapsed = 0.0
     waits = []
     for _ in range(300):
-        waits.append(pace.wait(3.0))
-        now.t += waits[-1]
+        waits.append(pause_after(elapsed, 3.0))
+        elapsed += waits[-1]
     assert waits[0] == SHORTEST_PAUSE
     assert waits == sorted(waits)
     assert waits[-1] == 3.0
-    pace.worked()
-    assert pace.wait(3.0) == SHORTEST_PAUSE
-    assert pace.wait(0.01) == 0.01, "never longer than asked for"
+    assert pause_after(0.0, 0.01) == 0.01, "never longer than asked for"
 
 
 @needs_flower

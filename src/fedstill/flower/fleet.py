@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -41,6 +41,12 @@ if TYPE_CHECKING:
 
 FETCH_SECONDS = 0.2
 """The maximum time to wait for replies that are being fetched, in seconds."""
+
+SHORTEST_PAUSE = 0.05
+"""The time between two requests while there is work, in seconds."""
+
+PAUSE_SHARE = 0.02
+"""The time between two requests for replies, as a share of the time since the stage began."""
 
 LONGEST_PAUSE = 3.0
 """The maximum time between two requests for a missing part of a reply, in seconds."""
@@ -331,8 +337,6 @@ class Fleet:
         self._members_checked_at = float("-inf")
         end = self._stage_start + self.patience.deadline
         calls = {request.client: _Call(request) for request in requests}
-        pace = Pace(self.clock.monotonic)
-        pace.worked()
         while True:
             is_late = self.clock.monotonic() >= end
             if not is_late:
@@ -341,8 +345,9 @@ class Fleet:
             self._collect(calls)
             if is_late or all(call.answer for call in calls.values()):
                 break
-            remaining = end - self.clock.monotonic()
-            self.clock.sleep(max(0.0, min(pace.wait(self.patience.poll), remaining)))
+            time_now = self.clock.monotonic()
+            pause = pause_after(time_now - self._stage_start, self.patience.poll)
+            self.clock.sleep(max(0.0, min(pause, end - time_now)))
 
         for call in calls.values():
             self._fetcher.drop(call.messages)
@@ -512,6 +517,14 @@ class Fleet:
         return self.patience.ttl or max(1.0, end - self.clock.monotonic()) + GRACE
 
 
+def pause_after(seconds: float, longest: float) -> float:
+    """The time until the next request for replies, some seconds after the start of a stage.
+
+    Replies are requested twenty times per second at first, and then less and less often.
+    """
+    return min(longest, max(SHORTEST_PAUSE, PAUSE_SHARE * seconds))
+
+
 def _by_client(nodes: Mapping[int, int]) -> dict[int, list[int]]:
     by_client: dict[int, list[int]] = {}
     for node, client in nodes.items():
@@ -526,33 +539,3 @@ def _reason(message: Message) -> str:
 def _failed(request: Request, reason: str) -> SiteReply:
     stage = request.stage
     return SiteReply(request.client, stage.round, stage.index, failure=cut_reason(reason))
-
-
-# Waiting times between requests of a program
-
-
-SHORTEST_PAUSE = 0.05
-"""The time between two requests while there is work, in seconds."""
-
-PAUSE_SHARE = 0.02
-"""The waiting time as a share of the time since there was work."""
-
-
-@dataclass
-class Pace:
-    """The waiting time until the next request, with a maximum that the caller sets.
-
-    A busy federation is asked twenty times per second. After two idle minutes, it is asked every
-    three seconds.
-    """
-
-    clock: Callable[[], float] = time.monotonic
-    last_work: float = field(default=float("-inf"))
-
-    def worked(self) -> None:
-        """Register that there is work."""
-        self.last_work = self.clock()
-
-    def wait(self, most: float) -> float:
-        """The seconds until the next request, at most ``most``."""
-        return min(most, max(SHORTEST_PAUSE, PAUSE_SHARE * (self.clock() - self.last_work)))
