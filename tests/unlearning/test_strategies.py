@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from fedstill.unlearning.federaser import NORMS, calibrated, norm_key
 from fedstill.unlearning.gradient_ascent import LAST_MODEL, RADIUS, projected
 from fedstill.unlearning.request import STRATEGIES, UnlearningRequest, strategy_named
 from fedstill.unlearning.sifu import Sifu, largest_influence
-from fedstill.unlearning.strategy import OriginalRun
+from fedstill.unlearning.strategy import OriginalRun, repeated_stages
 from fedstill.unlearning.unlearn import Unlearned, UnlearningPlan, unlearn
 
 ROUNDS = 4
@@ -419,6 +420,14 @@ def test_an_unsuitable_run_is_rejected_with_a_reason(case: str, tmp_path: Path) 
     with pytest.raises((IncompatibleMethod, ConfigError), match=reason):
         unlearn(folder, request, strategy, tmp_path / "new", data=toys.blobs())
     assert not (tmp_path / "new").exists()
+
+
+def test_the_updates_of_hostile_clients_lead_to_the_models_of_the_run(tmp_path: Path) -> None:
+    """The kept updates are what the hostile clients sent; they do not change them once more."""
+    attacked = replace(EXPERIMENT, clients={"attack": "sign_flip", "attackers": 0.5})
+    original = OriginalRun.of(trained(attacked, tmp_path / "run"), toys.blobs())
+    results = list(repeated_stages(original))
+    assert results[-1].stage.round == original.last_round
 
 
 def test_fine_tuning_goes_on_in_a_chain(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from fedstill.data.client_split import ClientSplit
 from fedstill.data.dataset import Dataset
 from fedstill.running.checkpoint import Checkpoints, KeptUpdate, Restored, kept_updates
 from fedstill.running.directory import settings_of
-from fedstill.running.extensions import run_context
+from fedstill.running.extensions import run_context, run_extensions
 from fedstill.running.journal import JOURNAL, STOP_REASON, is_finished, read_journal
 from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.replay import Without, checkpoints_of
@@ -182,7 +182,9 @@ def repeated_stages(original: OriginalRun) -> Iterator[StageResult]:
         for update in kept_updates(original.folder)
     }
     recorder = _Results()
-    context = run_context(prepared, KeptReplies(updates), recorder)
+    # The kept updates are what the middleware returned, such as an attack's changes.
+    extensions = replace(run_extensions(prepared), middleware=())
+    context = run_context(prepared, KeptReplies(updates), recorder, extensions)
     state = replace(first_state(settings.method, prepared.world), round=1)
     for round in range(1, original.last_round + 1):
         state = run_round(state, settings.schedule(round, prepared.world), context)
