@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +57,12 @@ def kept_bits(folder: Path) -> dict[Position, bytes]:
     return {at: bits(checkpoints.at(at).state) for at in checkpoints.positions()}
 
 
+def replay_from(folder: Path, position: Position) -> Replay:
+    """A replay of a run that starts at one of its checkpoints."""
+    replay = Replay.of_round(folder, position.round, toys.blobs())
+    return replace(replay, restored=checkpoints_of(folder).at(position))
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_replayed_states_are_the_checkpoints_of_the_run_from_each_of_them(
     name: str, tmp_path: Path
@@ -66,7 +72,7 @@ def test_replayed_states_are_the_checkpoints_of_the_run_from_each_of_them(
     assert len(kept) >= len(read_run(folder).rounds) > 0
     for start in kept:
         states = States()
-        replay = Replay.at_checkpoint(folder, start, toys.blobs())
+        replay = replay_from(folder, start)
         with replay.session() as session:
             numbers = [s.round - 1 for s in session.rounds(recorder=states)]
         assert numbers == list(range(replay.start, len(read_run(folder).rounds) + 1))
@@ -110,7 +116,7 @@ def test_a_fork_moves_on_by_itself(tmp_path: Path) -> None:
 
 def test_links_of_a_chain_are_left_out_in_the_middle_of_a_round(tmp_path: Path) -> None:
     folder = made(CHAIN, tmp_path / "run")
-    replay = Replay.at_checkpoint(folder, Position(3, 1), toys.blobs())
+    replay = replay_from(folder, Position(3, 1))
     stages = replay.prepared.settings.schedule(3, replay.prepared.world)
     states = States()
     with replay.session() as session:
@@ -123,4 +129,4 @@ def test_links_of_a_chain_are_left_out_in_the_middle_of_a_round(tmp_path: Path) 
 def test_a_checkpoint_that_was_not_kept_is_named(tmp_path: Path) -> None:
     folder = made(CHAIN, tmp_path / "run")
     with pytest.raises(CorruptFile, match="0000001-0000001"):
-        Replay.at_checkpoint(folder, Position(1, 1), toys.blobs())
+        checkpoints_of(folder).at(Position(1, 1))

@@ -23,7 +23,7 @@ from fedstill.data.dataset import Dataset
 from fedstill.engines.devices import make_deterministic
 from fedstill.engines.hardware import ThreadCounts, torch_threads
 from fedstill.engines.serial import Memory, SerialEngine
-from fedstill.running.checkpoint import Checkpoints, Position, Restored, StoredMemory
+from fedstill.running.checkpoint import Checkpoints, Restored, StoredMemory
 from fedstill.running.directory import settings_of
 from fedstill.running.extensions import Extensions, run_context, run_extensions
 from fedstill.running.journal import CONFIG, JOURNAL, STOP_REASON, read_journal
@@ -88,18 +88,7 @@ class Replay:
         with process_settings():
             settings = _replayable_settings(folder)
             restored = checkpoints_of(folder).before(round)
-            return cls(folder, _prepared(settings, folder, data), restored)
-
-    @classmethod
-    def at_checkpoint(cls, folder: Path, position: Position, data: Dataset | None = None) -> Replay:
-        """Start at one of the run's checkpoints (``checkpoints_of(folder).positions()``).
-
-        Raises CorruptFile if the checkpoint is missing or damaged, and ConfigError as ``of_round``.
-        """
-        with process_settings():
-            settings = _replayable_settings(folder)
-            restored = checkpoints_of(folder).at(position)
-            return cls(folder, _prepared(settings, folder, data), restored)
+            return cls(folder, prepare_again(settings, folder, data), restored)
 
     @property
     def start(self) -> int:
@@ -172,6 +161,10 @@ def checkpoints_of(folder: Path) -> Checkpoints:
 
 
 def _replayable_settings(folder: Path) -> Settings:
+    """The settings of a run; one over Flower is replayed by an engine that computes the same bits.
+
+    Raises ConfigError for a run that cannot be replayed.
+    """
     settings = settings_of(folder)
     if settings.on_sites:
         raise ConfigError(
@@ -181,14 +174,9 @@ def _replayable_settings(folder: Path) -> Settings:
         raise ConfigError(
             f"{folder} used secure sums, so its server never received the replies of single clients"
         )
-    return settings
-
-
-def _prepared(settings: Settings, folder: Path, data: Dataset | None) -> Prepared:
-    """Prepare the run; a run over Flower is replayed by an engine that computes the same bits."""
     if settings.engine == "flower":
-        settings = replace(settings, engine="pooled")
-    return prepare_again(settings, folder, data)
+        return replace(settings, engine="pooled")
+    return settings
 
 
 # ---- rounds --------------------------------------------------------------------------------------
