@@ -134,20 +134,13 @@ def _checked_model(
         hold(fixed)
         params = {name: v for name, v in params.items() if name not in fixed}
     expected = contract.initial(spec, 0)
-    for name in sorted({*params, *expected}):
-        if not _has_same_shape(params.get(name), expected.get(name)):
-            raise CorruptFile(
-                f"{path} is not a {spec.label}: its entry {name!r} is missing, unknown or has "
-                "another shape or type"
-            )
+    misfits = _misfits(params, expected)
+    if misfits:
+        raise CorruptFile(
+            f"{path} is not a {spec.label}: its entry {misfits[0]!r} is missing, unknown or has "
+            "another shape or type"
+        )
     return spec, {name: params[name] for name in expected}
-
-
-def _has_same_shape(value: Tensor | None, expected: Tensor | None) -> bool:
-    """Whether two tensors have the same shape and type; False if one is missing."""
-    if value is None or expected is None:
-        return False
-    return value.shape == expected.shape and value.dtype == expected.dtype
 
 
 def _spec(path: Path, description: str) -> ModelSpec:
