@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,12 +35,6 @@ log = logging.getLogger("fedstill.measuring")
 Predict = Callable[[Tensor], Tensor]
 """A predictor: inputs (n, ...) to logits (n, C)."""
 
-CountRight = Callable[[Predict, Examples], Tensor]
-"""Counts a predictor's right answers on a test set by class: (C,)."""
-
-MeasureMetrics = Callable[[Predict, Examples], Fields]
-"""Computes a predictor's metrics on a test set, by name."""
-
 
 # ---- accuracies by class -------------------------------------------------------------------------
 
@@ -55,6 +50,10 @@ class RightAnswers:
     among_seen: Tensor
     among_all: Tensor
     metrics: Fields = field(default_factory=dict)
+
+
+Answers = Callable[[Predict, Examples], RightAnswers]
+"""The right answers of a predictor on a test set."""
 
 
 class Evaluation:
@@ -81,28 +80,14 @@ class Evaluation:
         self._passes = {}
         self._predictors = predictors
         has_tasks = self._sites.tasks is not None
-        classes = self._world.classes
-        if not has_tasks and not self._metrics.names:
-            return evaluated(predictors, self._sites, classes, client_predictors=client_predictors)
-        stream = self._world.stream
-        seen: Collection[int] = ()
-        if has_tasks and round > 0:
-            seen = stream.seen(stream.task(round))
-
-        def count(predict: Predict, test: Examples) -> Tensor:
-            return self.right_answers(predict, test, seen).among_all
-
-        def measure(predict: Predict, test: Examples) -> Fields:
-            return self.right_answers(predict, test, seen).metrics
-
-        return evaluated(
-            predictors,
-            self._sites,
-            classes,
-            count,
-            measure,
-            client_predictors=client_predictors,
-        )
+        answers: Answers | None = None
+        if has_tasks or self._metrics.names:
+            stream = self._world.stream
+            seen: Collection[int] = ()
+            if has_tasks and round > 0:
+                seen = stream.seen(stream.task(round))
+            answers = partial(self.right_answers, seen=seen)
+        return evaluated(predictors, self._sites, self._world.classes, answers, client_predictors)
 
     def right_answers(
         self, predict: Predict, test: Examples, seen: Collection[int]
@@ -174,9 +159,7 @@ def evaluated(
     predictors: Mapping[str, Predict],
     sites: SiteViews,
     classes: int,
-    right_of: CountRight | None = None,
-    metrics_of: MeasureMetrics | None = None,
-    *,
+    answers_of: Answers | None = None,
     client_predictors: Mapping[int, str] | None = None,
 ) -> dict[str, Any]:
     """The accuracies of a round's predictors, as fields of its event.
@@ -190,8 +173,7 @@ def evaluated(
     If it does not, and the first predictor is that of some clients ("client 3", "cluster 0"), the
     accuracies are None, and ``others`` has all predictors.
 
-    right_of: counts right answers by class; by default, in a pass over the test set.
-    metrics_of: computes metrics; by default, there are none.
+    answers_of: by default, a pass over the test set, without metrics.
     """
     test = sites.common_test
     no_common_model: Fields = {"accuracy": None, "class_accuracy": [None] * classes}
@@ -201,16 +183,16 @@ def evaluated(
     totals = tests_by_class(sites, classes)
     by_name: dict[str, dict[str, Any]] = {}
     for name, predict in predictors.items():
-        if right_of is None:
+        if answers_of is None:
             right = correct_by_class(predict, test, sites.inputs, classes)
+            answers = RightAnswers(among_seen=right, among_all=right)
         else:
-            right = right_of(predict, test)
+            answers = answers_of(predict, test)
         by_name[name] = {
-            "accuracy": int(right.sum()) / sum(totals),
-            "class_accuracy": list(map(share_of, right.tolist(), totals)),
+            "accuracy": int(answers.among_all.sum()) / sum(totals),
+            "class_accuracy": list(map(share_of, answers.among_all.tolist(), totals)),
+            **answers.metrics,
         }
-        if metrics_of is not None:
-            by_name[name] |= metrics_of(predict, test)
 
     if client_predictors:
         return {**mean_over_clients(by_name, client_predictors), "others": by_name}
