@@ -59,6 +59,19 @@ def of_some_clients(name: str) -> bool:
     return name.rpartition(" ")[2].isdecimal()
 
 
+def common_predictor(predictors: Mapping[str, object]) -> str:
+    """The name of the predictor that answers for all clients, which comes first; empty if there is
+    none.
+
+    >>> common_predictor({"global": ..., "client 3": ...}), common_predictor({"cluster 0": ...})
+    ('global', '')
+    """
+    first = next(iter(predictors), "")
+    if of_some_clients(first):
+        return ""
+    return first
+
+
 @dataclass(frozen=True)
 class RoundResult:
     """A finished round.

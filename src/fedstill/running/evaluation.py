@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedstill.core.checks import bad_return, checked_return
 from fedstill.core.errors import BadReturn
-from fedstill.core.extensions import Fields, Predictors, of_some_clients
+from fedstill.core.extensions import Fields, Predictors, common_predictor
 from fedstill.core.method import Method
 from fedstill.core.records import RULED_OUT, SERVER, Examples, State, World
 from fedstill.core.trees import same_bits
@@ -196,12 +196,12 @@ def evaluated(
 
     if client_predictors:
         return {**mean_over_clients(by_name, client_predictors), "others": by_name}
-    first, *further = by_name
-    if of_some_clients(first):
+    common = common_predictor(by_name)
+    if not common:
         return {**no_common_model, "others": by_name}
-    fields = dict(by_name[first])
-    if further:
-        fields["others"] = {name: by_name[name] for name in further}
+    fields = by_name.pop(common)
+    if by_name:
+        fields["others"] = by_name
     return fields
 
 
@@ -293,7 +293,7 @@ def client_predictors_of(
     )
     if declared:
         _check_names(method, declared, predictors, world)
-    elif method.personal or not predictors or not of_some_clients(next(iter(predictors))):
+    elif method.personal or not predictors or common_predictor(predictors):
         return {}
 
     names = {client: f"client {client}" for client in range(world.clients)}

@@ -29,7 +29,7 @@ from fedstill.core.extensions import (
     RoundHook,
     RoundResult,
     StageResult,
-    of_some_clients,
+    common_predictor,
 )
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.records import SERVER, Examples, Payload, World
@@ -633,10 +633,10 @@ def _answering(result: RoundResult) -> Predictors:
     predictors = result.predictors
     if result.client_predictors:
         return {name: predictors[name] for name in dict.fromkeys(result.client_predictors.values())}
-    first = next(iter(predictors), "")
-    if not first or of_some_clients(first):
+    common = common_predictor(predictors)
+    if not common:
         return {}
-    return {first: predictors[first]}
+    return {common: predictors[common]}
 
 
 def _over_clients(values: Mapping[str, Tensor], client_predictors: Mapping[int, str]) -> Tensor:

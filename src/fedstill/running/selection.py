@@ -22,7 +22,7 @@ from fedstill.config.stages import held_out_share
 from fedstill.config.tables import StopTable
 from fedstill.continual.task_test import HELD_OUT_TEST
 from fedstill.core.errors import ConfigError
-from fedstill.core.extensions import Event, Fields, Observer, RoundResult, of_some_clients
+from fedstill.core.extensions import Event, Fields, Observer, RoundResult, common_predictor
 from fedstill.core.records import Examples, World
 from fedstill.data.views import SiteViews
 from fedstill.engines.hardware import workers
@@ -329,10 +329,10 @@ class ServerScore:
         """The prediction for each example by the model of its client."""
         names = result.client_predictors
         if not names:
-            first = next(iter(result.predictors), "")
-            if not first or of_some_clients(first):
+            common = common_predictor(result.predictors)
+            if not common:
                 return None
-            return self._outputs_of(result.predictors[first])
+            return self._outputs_of(result.predictors[common])
         if self.owners is None:
             return None
 

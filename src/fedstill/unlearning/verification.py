@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError, CorruptFile
-from fedstill.core.extensions import Event, of_some_clients
+from fedstill.core.extensions import Event, common_predictor
 from fedstill.core.files import read_file
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Examples, Tensors
@@ -259,12 +259,10 @@ class MeasuredModel:
         prepared = run.prepared
         method = prepared.settings.method
         predictors = method.predictors(state, prepared.world)
-        if not predictors or method.client_predictors(state, prepared.world):
+        common = common_predictor(predictors)
+        if not common or method.client_predictors(state, prepared.world):
             return None
-        name, predict = next(iter(predictors.items()))
-        if of_some_clients(name):
-            return None
-        return cls(state.params, predict, prepared.sites.inputs, prepared.scaler)
+        return cls(state.params, predictors[common], prepared.sites.inputs, prepared.scaler)
 
     def logits(self, examples: Examples) -> Tensor:
         """Logits (n, C) of examples as they are stored."""
