@@ -201,6 +201,19 @@ def read_journal(path: Path, limit: int | None = None) -> list[Event]:
     return events
 
 
+def read_start(folder: Path) -> Event:
+    """The event ``start`` of the run in a directory; empty if the run has not written it.
+
+    Raises CorruptFile if it is malformed.
+    """
+    path = folder / JOURNAL
+    if not path.is_file():
+        return {}
+    for start in read_journal(path, limit=1):
+        return start
+    return {}
+
+
 def events_by_name(events: Iterable[Event]) -> dict[str, list[Event]]:
     """Group events by their names, each group in the order of the journal."""
     by_name: defaultdict[str, list[Event]] = defaultdict(list)
@@ -312,12 +325,7 @@ def client_number_by_name(name: str, start: Event) -> int | None:
 
 def _names_at_start(folder: Path, key: str) -> list[str]:
     """The names in a field of a run's first event, or none if there is no such field."""
-    if not (folder / JOURNAL).is_file():
-        return []
-    names: list[str] = []
-    for start in read_journal(folder / JOURNAL, limit=1):
-        names.extend(nfc(str(name)) for name in start.get(key, ()))
-    return names
+    return [nfc(str(name)) for name in read_start(folder).get(key, ())]
 
 
 MOST_DIGITS = 18
@@ -456,7 +464,7 @@ def check_config(folder: Path) -> None:
     """
     path = folder / CONFIG
     try:
-        noted = _noted_config(folder)
+        noted = read_start(folder).get(CONFIG_SHA256)
         same = not noted or noted == digest(read_file(path))
     except (OSError, ValueError, KeyError, TypeError, RecursionError, CorruptFile):
         return  # the run has not begun; or it is damaged, and the reader of the file reports it
@@ -528,17 +536,6 @@ class Damage(NamedTuple):
 
     line: int
     problem: str
-
-
-def _noted_config(folder: Path) -> str:
-    """The SHA-256 of config.toml according to a run's journal; empty if the journal has none."""
-    journal = folder / JOURNAL
-    if not journal.is_file():
-        return ""
-    events = read_journal(journal, limit=1)
-    if not events:
-        return ""
-    return str(events[0].get(CONFIG_SHA256, ""))
 
 
 def _gap(events: Sequence[Event]) -> Damage | None:

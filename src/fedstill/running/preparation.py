@@ -61,7 +61,7 @@ from fedstill.running.client_data import ClientData, scale_data, split_data
 from fedstill.running.compatibility import check_data, check_run
 from fedstill.running.directory import code_of_run
 from fedstill.running.extensions import client_extensions, hostile_clients, run_context
-from fedstill.running.journal import JOURNAL, read_journal
+from fedstill.running.journal import JOURNAL, read_start
 from fedstill.running.model_files import as_features
 from fedstill.running.split_file import StoredSplit, stored_split
 from fedstill.running.splitting import stream_of, task_data
@@ -350,18 +350,19 @@ def _noted_sums(settings: Settings, folder: Path) -> Moments | None:
     None if sites send no sums, or have not sent them yet. Raises CorruptFile if the first event
     lacks them.
     """
-    journal = folder / JOURNAL
-    if settings.data.standardise != "summed" or not settings.on_sites or not journal.is_file():
+    if settings.data.standardise != "summed" or not settings.on_sites:
         return None
-    events = read_journal(journal, limit=1)
-    if not events:
+    start = read_start(folder)
+    if not start:
         return None
     try:
-        inputs = events[0]["inputs"]
+        inputs = start["inputs"]
         mean = tuple(map(float, inputs["mean"]))
         std = tuple(map(float, inputs["std"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptFile(f"{journal}: the start event's inputs are malformed: {error}") from error
+        raise CorruptFile(
+            f"{folder / JOURNAL}: the start event's inputs are malformed: {error}"
+        ) from error
     if mean:
         return Moments(mean, std)
     return None

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from fedstill.core.errors import CorruptFile
 from fedstill.core.files import digest, read_file, write_whole
 from fedstill.data.client_split import ClientSplit, LabelCounts
-from fedstill.running.journal import JOURNAL, read_journal
+from fedstill.running.journal import read_start
 
 if TYPE_CHECKING:
     from fedstill.core.records import ModelSpec
@@ -141,12 +141,9 @@ def stored_split(folder: Path) -> StoredSplit | None:
 
     Raises CorruptFile, naming the file, if the file has changed.
     """
-    if not (folder / JOURNAL).is_file() or not (folder / SPLIT).exists():
+    if not (folder / SPLIT).exists():
         return None
-    events = read_journal(folder / JOURNAL, limit=1)
-    if not events:
-        return None
-    return read_split(folder, events[0])
+    return read_split(folder, read_start(folder))
 
 
 def read_split(folder: Path, start: Mapping[str, Any]) -> StoredSplit | None:
