@@ -45,7 +45,7 @@ from fedstill.core.files import (
     write_whole,
 )
 from fedstill.core.registry import LIVE, short_name
-from fedstill.core.user_modules import code_named_by, trust_code_of
+from fedstill.core.user_modules import code_named_by, trust_code_of, trust_content
 from fedstill.running.journal import CONFIG, JOURNAL, SUMMARY
 from fedstill.running.split_file import SPLIT
 
@@ -119,6 +119,13 @@ def settings_of(folder: Path, **live: Any) -> Settings:
         bind(table, name, target)
     with code_of_run(folder):
         return resolve(from_tree(tree, {}, folder), check_device=False)
+
+
+def write_config(folder: Path, settings: Settings) -> None:
+    """Write the settings of a run to its config.toml, and trust the code that they name."""
+    config = settings.toml.encode()
+    write_whole(folder / CONFIG, config)
+    trust_content(config)
 
 
 def runs_below(folder: Path) -> list[Path]:

@@ -15,11 +15,10 @@ from fedstill.config.settings import Settings
 from fedstill.config.validation import wrong_value
 from fedstill.core.errors import ConfigError
 from fedstill.core.fields import value_text
-from fedstill.core.files import named_path, sweep, write_whole
+from fedstill.core.files import named_path, sweep
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import SERVER
-from fedstill.core.user_modules import trust_content
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_python
 from fedstill.data.sources.in_memory import is_by_client
@@ -30,15 +29,10 @@ from fedstill.running.directory import (
     new_directory,
     settings_of,
     trust_run,
+    write_config,
 )
 from fedstill.running.driver import Driver, check_calls, remote_engine, server_location
-from fedstill.running.journal import (
-    CONFIG,
-    STOP_REASON,
-    check_checkpoints,
-    check_config,
-    is_finished,
-)
+from fedstill.running.journal import STOP_REASON, check_checkpoints, check_config, is_finished
 from fedstill.running.preparation import prepare, prepare_again, reading_options
 from fedstill.running.recording import OnRound, Progress, Quiet
 from fedstill.running.result import Result
@@ -190,9 +184,7 @@ def run(  # noqa: PLR0913 - the options of the command run
     with locked(folder):
         check_used(folder)
         sweep(folder)
-        config = prepared.settings.toml.encode()
-        write_whole(folder / CONFIG, config)
-        trust_content(config)
+        write_config(folder, prepared.settings)
         driver = Driver(prepared, folder, watch or Quiet(), grid, debug, on_round, trackers)
         with closing(driver), drawing_from(seed_for(settings.seed, 0, 0, SERVER, "run")):
             return driver.go()

@@ -24,17 +24,15 @@ from fedstill.core.files import (
     read_toml,
     replaced_folder,
     write_together,
-    write_whole,
 )
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import Examples
-from fedstill.core.user_modules import trust_content
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import load_dataset
 from fedstill.running import runner
 from fedstill.running.checkpoint import UPDATE_SHA256, UPDATES, Restored, read_verified, update_file
 from fedstill.running.client_data import NOISE, set_public_apart, subset, training_and_test_sets
-from fedstill.running.directory import new_directory
+from fedstill.running.directory import new_directory, write_config
 from fedstill.running.driver import Driver
 from fedstill.running.journal import CONFIG, EMPTY_MARK, JOURNAL
 from fedstill.running.preparation import Prepared, prepare, reading_options
@@ -361,9 +359,7 @@ def _write_start(
     """Write a directory from which ``resume`` continues at a start point."""
     _copy_memory(original, folder, start)
     _copy_updates(original, folder, start)
-    config = prepared.settings.toml.encode()
-    write_whole(folder / CONFIG, config)
-    trust_content(config)
+    write_config(folder, prepared.settings)
     restored = Restored(start.state, dict(start.state_files), EMPTY_MARK)
     with closing(Driver(prepared, folder, Quiet())) as driver:
         driver.begin_from(restored, start.events)
