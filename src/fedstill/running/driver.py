@@ -191,35 +191,6 @@ def identity_of(folder: Path) -> str:
     return read_file(path).decode()
 
 
-@dataclass(frozen=True)
-class Collected:
-    """A run that was prepared again with the sums that its clients sent."""
-
-    prepared: Prepared
-    engine: RunEngine
-    result: StageResult
-
-
-def complete(prepared: Prepared, engine: RunEngine, context: RunContext) -> Collected | None:
-    """Collect sums of the data at real sites, and prepare the run again with the resulting means
-    and standard deviations; None if the run does not standardise by sums.
-    """
-    settings = prepared.settings
-    if not settings.on_sites or prepared.scaler.origin != "summed":
-        return None
-    remote = remote_engine(settings)
-    assert remote is not None  # real sites are reached over a network
-    if prepared.scaler.mean:
-        # The run was stopped before its first checkpoint, so it starts again.
-        prepared = prepare(settings, prepared.dataset)
-        engine = remote.informed(engine, prepared)
-        context = replace(context, world=prepared.world, engine=engine)
-    sums = sums_work(settings, prepared.dataset.about, prepared.dataset.input_shape)
-    moments, result = run_sums(sums, context)
-    prepared = prepare(settings, prepared.dataset, moments=moments)
-    return Collected(prepared, remote.informed(engine, prepared), result)
-
-
 @dataclass
 class Driver:
     """Executes a run.
@@ -293,7 +264,7 @@ class Driver:
         self.split = StoredSplit.of_sites(prepared.sites, world.client_models)
         self.evaluation = Evaluation(prepared)
         extensions = run_extensions(prepared, self.folder)
-        selection = selection_of(prepared)
+        selection = selection_of(settings, world, prepared.sites, prepared.metrics)
         memory = self.engine.memory
         local_memory = None
         if isinstance(self.engine, SerialEngine):
@@ -353,17 +324,30 @@ class Driver:
         self.recorder.start()
 
     def _complete_preparation(self) -> StageResult | None:
-        """Collect the sums that the preparation of the data needs, if any, and return the result of
-        that stage.
+        """Collect sums of the data at real sites, and prepare the run again with the resulting
+        means and standard deviations. Returns the result of that stage; None if the run does not
+        standardise by sums.
 
         This happens first, so that the journal's first event describes the data as they are used.
         """
-        collected = complete(self.prepared, self.engine, self.context)
-        if collected is None:
+        prepared = self.prepared
+        settings = prepared.settings
+        if not settings.on_sites or prepared.scaler.origin != "summed":
             return None
-        self.engine = collected.engine
-        self._assemble(collected.prepared)
-        return collected.result
+        remote = remote_engine(settings)
+        assert remote is not None  # real sites are reached over a network
+        context = self.context
+        if prepared.scaler.mean:
+            # The run was stopped before its first checkpoint, so it starts again.
+            prepared = prepare(settings, prepared.dataset)
+            self.engine = remote.informed(self.engine, prepared)
+            context = replace(context, world=prepared.world, engine=self.engine)
+        sums = sums_work(settings, prepared.dataset.about, prepared.dataset.input_shape)
+        moments, result = run_sums(sums, context)
+        prepared = prepare(settings, prepared.dataset, moments=moments)
+        self.engine = remote.informed(self.engine, prepared)
+        self._assemble(prepared)
+        return result
 
     def _resume(self, restored: Restored) -> State:
         """Restore the state of a checkpoint, and pass all earlier events to the observers."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -426,29 +426,20 @@ class Selection(Observer):
         return score
 
 
-class PreparedRun(Protocol):
-    """The part of ``preparation.Prepared`` that the comparison of rounds needs."""
+def selection_of(
+    settings: Settings, world: World, sites: SiteViews, metrics: RunMetrics
+) -> Selection | None:
+    """The observer that compares the rounds of a run; None if rounds are not compared.
 
-    @property
-    def settings(self) -> Settings: ...
-    @property
-    def world(self) -> World: ...
-    @property
-    def sites(self) -> SiteViews: ...
-    @property
-    def metrics(self) -> RunMetrics: ...
-
-
-def selection_of(prepared: PreparedRun) -> Selection | None:
-    """The observer that compares the rounds of a run; None if rounds are not compared."""
-    settings = prepared.settings
-    stages = {stage.name for stage in settings.schedule(1, prepared.world)}
-    on = selection_data(settings, prepared.sites, stages)
+    ``metrics``: those that the run records.
+    """
+    stages = {stage.name for stage in settings.schedule(1, world)}
+    on = selection_data(settings, sites, stages)
     if on is None:
         return None
 
     by = settings.rank_by
-    examples = _scored_examples(prepared, on)
+    examples = _scored_examples(settings, sites, on)
     example_count = None
     if examples is not None:
         example_count = len(examples)
@@ -459,7 +450,7 @@ def selection_of(prepared: PreparedRun) -> Selection | None:
         rule=RoundRule(by, larger_is_better=larger_is_better(by), stop=settings.stop),
         on=on,
         rounds=settings.rounds,
-        score_of=_round_score(prepared, on, examples),
+        score_of=_round_score(settings, sites, metrics.positive, on, examples),
         stages=stages_of_scores,
         examples=example_count,
     )
@@ -470,10 +461,8 @@ def _is_on_test_set(settings: Settings, on: SelectionData) -> bool:
     return on == "test" or (on == "held_out" and settings.data.test_from == "held_out")
 
 
-def _scored_examples(prepared: PreparedRun, on: SelectionData) -> Examples | None:
+def _scored_examples(settings: Settings, sites: SiteViews, on: SelectionData) -> Examples | None:
     """The examples on which rounds are compared; None if only clients have them."""
-    settings = prepared.settings
-    sites = prepared.sites
     if settings.method.personal or settings.sites_test_rounds:
         return None
     if _is_on_test_set(settings, on):
@@ -484,24 +473,30 @@ def _scored_examples(prepared: PreparedRun, on: SelectionData) -> Examples | Non
 
 
 def _round_score(
-    prepared: PreparedRun, on: SelectionData, examples: Examples | None
+    settings: Settings,
+    sites: SiteViews,
+    positive: int,
+    on: SelectionData,
+    examples: Examples | None,
 ) -> RoundScore | None:
-    """The function that scores a round; None if clients report their scores."""
-    settings = prepared.settings
+    """The function that scores a round; None if clients report their scores.
+
+    ``positive``: the positive class if there are two classes.
+    """
     by = settings.rank_by
     if settings.method.personal:
         if on == "test":
             return field_score(f"own_test_{by}")
         return None
     if settings.sites_test_rounds:
-        return SitesScore(by, prepared.metrics.positive)
+        return SitesScore(by, positive)
     if _is_on_test_set(settings, on):
         return field_score(by)
     assert examples is not None  # the rules of a run ask for them
     owners = None
     if on == "held_out":
-        owners = held_out_owners(settings, prepared.sites)
-    return ServerScore(examples, prepared.sites, by, prepared.metrics.positive, owners)
+        owners = held_out_owners(settings, sites)
+    return ServerScore(examples, sites, by, positive, owners)
 
 
 # ---- the best round of a run that has begun ------------------------------------------------------
