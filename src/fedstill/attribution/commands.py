@@ -245,7 +245,7 @@ def _measure(
     events = measure_round(replay, change.round, measure, announcement)
     if not exact and game is None:
         add_looks(run.folder, events)
-    numbers = RunNumbers.of_groups({"measure": events}, len(run.classes))
+    numbers = RunNumbers({"measure": events}, len(run.classes))
     return attribute(change, numbers.looks(MEASURE))
 
 

@@ -279,7 +279,7 @@ def _column_rows(result: Result) -> Iterator[tuple[str, str]]:
         if column.key.startswith(("query_", "own_test")) and value is not None:
             yield column.title, f"{column.scale * value:.{column.digits}f} {column.unit}"
     events = {"round": result.history, "measure": result.measures}
-    numbers = RunNumbers.of_groups(events, len(result.classes))
+    numbers = RunNumbers(events, len(result.classes))
     for column in COLUMNS:
         if "/" in column.key and column.key in numbers.summary:
             yield column.title, percent(numbers.summary[column.key])

@@ -167,11 +167,20 @@ class ReplyOutcome:
 class RunNumbers:
     """The numbers of one run, by metric.
 
-    ``rounds``: the finished rounds. ``classes``: the number of classes. The numbers of clients are
-    computed on demand, because they are most of a run's numbers, and few readers need them.
+    Beside the numbers in events, there are three numbers of a whole round: ``loss/TERM``, the mean
+    over accepted clients, weighted by their examples; the mean over a measure's looks; and
+    ``epsilon``, the largest privacy loss of any client.
+
+    ``by_name``: the events of a journal or of its latest round, grouped by their names. ``rounds``:
+    the finished rounds. ``classes``: the number of classes; by default, from the event ``start``,
+    or else 0. The numbers of clients are computed on demand, because they are most of a run's
+    numbers, and few readers need them.
     """
 
-    def __init__(self, by_name: Mapping[str, Sequence[Event]], classes: int) -> None:
+    def __init__(self, by_name: Mapping[str, Sequence[Event]], classes: int | None = None) -> None:
+        if classes is None:
+            start = first_event(by_name, "start")
+            classes = len(start.get("classes", ()))
         self.rounds: Sequence[int] = [event["round"] for event in by_name.get("round", ())]
         self.classes = classes
         self._events = by_name
@@ -181,19 +190,8 @@ class RunNumbers:
 
     @staticmethod
     def of(events: Sequence[Event], classes: int | None = None) -> RunNumbers:
-        """The numbers in a journal, or in some of its events.
-
-        ``classes``: the number of classes; by default, from the event ``start``, or else 0.
-        """
-        return RunNumbers.of_groups(events_by_name(events), classes)
-
-    @staticmethod
-    def of_groups(by_name: Mapping[str, Sequence[Event]], classes: int | None = None) -> RunNumbers:
-        """The numbers in events that are grouped by their names; ``classes``: as for ``of``."""
-        if classes is None:
-            start = first_event(by_name, "start")
-            classes = len(start.get("classes", ()))
-        return RunNumbers(by_name, classes)
+        """The numbers in a journal, or in some of its events."""
+        return RunNumbers(events_by_name(events), classes)
 
     def add(self, derived: Iterable[Numbers]) -> None:
         """Add numbers that are derived from the journal's."""
@@ -569,17 +567,6 @@ def is_chosen(metric: str, chosen: Collection[str] | None) -> bool:
         return True
     above = metric.rpartition("/")[0]
     return bool(above) and is_chosen(above, chosen)
-
-
-def numbers_of(events: Sequence[Event], classes: int) -> list[Numbers]:
-    """The numbers in some events of one run, with the means over clients and looks by round.
-
-    events: of a whole journal, or of its latest round, in order. classes: how many there are.
-    Beside the fields there are three numbers of a whole round: ``loss/TERM``, the mean over
-    accepted clients, weighted by their examples; the mean over a measure's looks; and ``epsilon``,
-    the largest privacy loss of any client.
-    """
-    return list(RunNumbers.of(events, classes).columns())
 
 
 def _by_metric(columns: Iterable[Numbers]) -> dict[str, list[Numbers]]:

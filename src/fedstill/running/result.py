@@ -418,7 +418,7 @@ def summary_of(settings: Settings, events: Sequence[Event]) -> dict[str, Any]:
     rounds = by_name.get("round", [])
 
     journal_fields = summary_from_journal(events)
-    numbers = RunNumbers.of_groups(by_name)
+    numbers = RunNumbers(by_name)
     refusals = Refusals.of(numbers, settings.clients)
     return {
         "method": settings.named.method.label,

@@ -197,7 +197,7 @@ class Run:
         These are the learning rates and, if clients have no personal models, the
         ``personal_accuracy`` of the global model.
         """
-        numbers = RunNumbers.of_groups(
+        numbers = RunNumbers(
             {
                 "start": _if_any(self.start),
                 "initial": _if_any(self.initial),

@@ -23,7 +23,7 @@ from fedstill.core.errors import ConfigError, Interrupted, UnknownName, cut_reas
 from fedstill.core.files import flat, in_shell, read_file, write_whole
 from fedstill.core.process_settings import set_environment
 from fedstill.running.journal import JOURNAL, VERSIONS, Event, read_journal
-from fedstill.running.numbers import ROUND_AXES, LearningRates, Numbers, numbers_of
+from fedstill.running.numbers import ROUND_AXES, LearningRates, Numbers, RunNumbers
 
 log = logging.getLogger("fedstill.track")
 
@@ -351,10 +351,10 @@ class RoundNumbers:
             return None
         number = event.get("round", 0)
         clients = [event for event in self._events if event["event"] == "client"]
-        columns = numbers_of(self._events, len(self._classes))
-        columns += self._learning_rates.numbers(clients)
+        run_numbers = RunNumbers.of(self._events, len(self._classes))
+        run_numbers.add(self._learning_rates.numbers(clients))
         numbers: dict[str, float] = {}
-        for column in columns:
+        for column in run_numbers.columns():
             numbers.update(self._scalars(column, number))
         self._events = []
         return FinishedRound(number, numbers)
