@@ -256,8 +256,8 @@ class Checkpoints:
         needed_states: set[str] = set()
         retained = {*names[-CHECKPOINTS_KEPT:], *self._retained(names, rounds)}
         for name in sorted(retained):
-            manifest = self._manifest_or_none(name)
-            if manifest is not None:
+            with suppress(CorruptFile):
+                manifest = self._manifest(name)
                 needed.update(manifest["groups"].values())
                 needed_states.update(file for file, _ in manifest["memory"].values())
         old = set(names) - retained
@@ -275,13 +275,6 @@ class Checkpoints:
         by_round = {_position(name).round: name for name in names}
         regular = [round for round in by_round if self.every and round % self.every == 0]
         return [name for round, name in by_round.items() if round in {*regular, *rounds}]
-
-    def _manifest_or_none(self, name: str) -> dict[str, Any] | None:
-        """The manifest of a checkpoint; None if its file is damaged."""
-        try:
-            return self._manifest(name)
-        except CorruptFile:
-            return None
 
 
 def _name(round: int, stage: int) -> str:

@@ -400,7 +400,9 @@ class Scaler:
         """A client's examples, scaled by its own mean and standard deviation or the common ones."""
         if self.by_client is None:
             return self.transform(examples)
-        return scaled_by(self.by_client[client], examples)
+        own_moments = self.by_client[client]
+        values = _scaled(examples.values, own_moments.mean, own_moments.std)
+        return replace(examples, values=values.nan_to_num(0.0))
 
     def transform_clients(self, train: Examples, split: ClientSplit | None) -> Examples:
         """Scaled training examples: by each client's own mean and standard deviation, or the
@@ -417,12 +419,6 @@ class Scaler:
 
 UNSCALED = Scaler()
 """A scaler that changes nothing."""
-
-
-def scaled_by(own_moments: Moments, examples: Examples) -> Examples:
-    """Examples scaled by a mean and a standard deviation; missing values become 0."""
-    values = _scaled(examples.values, own_moments.mean, own_moments.std)
-    return replace(examples, values=values.nan_to_num(0.0))
 
 
 def fit_scaler(
@@ -595,19 +591,16 @@ def _scaler_by_client(dataset: Dataset, train: Examples, split: ClientSplit | No
 def _summed_moments(
     settings: Settings, dataset: Dataset, train: Examples, split: ClientSplit
 ) -> Moments:
-    """The mean and standard deviation from the sums that simulated clients send."""
+    """The mean and standard deviation from the sums that simulated clients send, with noise if the
+    run has any.
+    """
     work = sums_work(settings, dataset.about, dataset.input_shape)
     replies = []
     for client, positions in enumerate(split.tensors()):
         values = train.values[positions]
-        content = _sent_sums(settings, work, client, values)
+        content = work.simulated(values, seed_for(settings.seed, 0, 1, client, "privacy"))
         replies.append(Reply(client, content, examples=len(values)))
     return work.moments(replies)
-
-
-def _sent_sums(settings: Settings, work: SumsWork, client: int, values: Tensor) -> Payload:
-    """The sums that a simulated client sends, with noise if the run has any."""
-    return work.simulated(values, seed_for(settings.seed, 0, 1, client, "privacy"))
 
 
 def _scaler(origin: Origin, common_moments: Moments, dataset: Dataset) -> Scaler:
