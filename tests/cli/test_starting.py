@@ -28,7 +28,6 @@ def test_help_imports_no_command(tmp_path: Path) -> None:
     assert {name for name in imported if name.startswith("fedstill.")} <= {
         "fedstill.cli",
         "fedstill.cli.app",
-        "fedstill.cli.spelling",
         "fedstill.core",
         "fedstill.core.errors",
         "fedstill.manifest",

@@ -7,9 +7,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from fedstill.cli import app, call
+from fedstill.cli import LISTS, REPEATED, app, call
 from fedstill.cli.app import Engine
-from fedstill.cli.spelling import LISTS, REPEATED
 from fedstill.config.experiment import load
 from fedstill.config.resolve import resolve
 from fedstill.config.tables import TopKeys
