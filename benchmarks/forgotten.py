@@ -20,7 +20,7 @@ from fedstill import Experiment, from_clients, load_dataset, run
 from fedstill.core.errors import Diverged
 from fedstill.data.dataset import Dataset
 from fedstill.report import terminal
-from fedstill.running.directory import readable
+from fedstill.running.packs import readable
 from fedstill.unlearning.certificate import CERTIFICATE, read_certificate
 from fedstill.unlearning.report import COLUMNS, verification_table
 from fedstill.unlearning.request import STRATEGIES, UnlearningRequest, strategy_named

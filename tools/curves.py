@@ -13,7 +13,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from fedstill.running.directory import readable
+from fedstill.running.packs import readable
 
 RESULTS = Path(__file__).parents[1] / "results"
 MEANS = ("examples", "trimmed_mean", "median", "norm_clipping", "krum")

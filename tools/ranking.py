@@ -22,7 +22,7 @@ from fedstill.benchmark.standings import Standings, all_standings, read_rows
 from fedstill.benchmark.suites import suite_names
 from fedstill.benchmark.tables import markdown_agreement, markdown_tables, run_table
 from fedstill.report.table_files import TextTable
-from fedstill.running.directory import readable
+from fedstill.running.packs import readable
 
 ROOT = Path(__file__).parents[1]
 ENTRIES = ROOT / "results" / "rank"

@@ -25,7 +25,7 @@ from pathlib import Path
 from fedstill.cli import call
 from fedstill.report.leaks import leak_rows
 from fedstill.report.summary import COLUMNS
-from fedstill.running.directory import readable
+from fedstill.running.packs import readable
 from fedstill.running.runs import Group, groups
 
 ROOT = Path(__file__).parents[1]

@@ -22,7 +22,7 @@ from fedstill.config.settings import Settings
 from fedstill.core.errors import UnknownName
 from fedstill.core.records import Examples
 from fedstill.data.sources.catalog import KNOWN
-from fedstill.running import directory
+from fedstill.running import packs
 from fedstill.running.splitting import draw_split
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -232,7 +232,7 @@ def test_differences_to_a_row_are_paired_by_seed(
         for line in capsys.readouterr().out.splitlines()
         if line.startswith("FedADKD, CIFAR-10 .1")
     ]
-    with tarfile.open(directory.pack_of(kept)) as packed:
+    with tarfile.open(packs.pack_of(kept)) as packed:
         names = [n for n in packed.getnames() if n.endswith("summary.json")]
         read = {n: json.load(packed.extractfile(n) or io.BytesIO()) for n in names}
     one, other = (
@@ -285,7 +285,7 @@ def test_differences_to_other_runs_and_by_round_are_paired_by_seed(
 
     def last_ten(folder: Path, row: str, end: int) -> list[float]:
         journals = [
-            directory.readable(folder) / f"CIFAR-10_2-.5_{row}" / f"seed{s}" / "journal.jsonl"
+            packs.readable(folder) / f"CIFAR-10_2-.5_{row}" / f"seed{s}" / "journal.jsonl"
             for s in (1, 2, 3)
         ]
         events = [

@@ -12,7 +12,7 @@ import pytest
 import tiny_ranking
 from fedstill.benchmark.entries import Entry, find_entries, read_entry, suite_of
 from fedstill.benchmark.replays import draw_runs, replay_runs, worst_level
-from fedstill.running.directory import unpack
+from fedstill.running.packs import unpack
 
 ENTRIES = Path(__file__).parents[2] / "results" / "rank"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from tools.results_page import BLOCK, comparisons, paper_tables, text_of_pages
 
 from fedstill.metrics.ranks import paired_difference
-from fedstill.running.directory import readable
+from fedstill.running.packs import readable
 
 ROOT = Path(__file__).parents[2]
 PAGE = text_of_pages()

@@ -14,8 +14,8 @@ from pathlib import Path
 from tools.results_page import text_of_pages
 
 from fedstill.benchmark.recipes import load_recipe
-from fedstill.running.directory import readable
 from fedstill.running.journal import read_journal
+from fedstill.running.packs import readable
 
 ROOT = Path(__file__).parents[2]
 PAGE = text_of_pages()

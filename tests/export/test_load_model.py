@@ -29,7 +29,7 @@ from fedstill.export.loading import load_model
 from fedstill.export.trained_model import TrainedModel
 from fedstill.export.upload_folder import write_folder
 from fedstill.methods.fit import with_students
-from fedstill.running import directory
+from fedstill.running import packs
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
@@ -315,7 +315,7 @@ def test_weights_of_another_network_are_named(own: Path) -> None:
 
 def test_a_pack_has_no_models(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
-    packed = directory.pack(own)
+    packed = packs.pack(own)
     shutil.rmtree(own)
     for path in (packed, own):
         with pytest.raises(ConfigError, match="packed"):

@@ -18,7 +18,7 @@ import toys
 from fedstill.cli import call
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ConfigError, CorruptFile, RunExists
-from fedstill.running import directory as evidence
+from fedstill.running import packs
 from fedstill.running.runner import resume, run
 from fedstill.running.runs import find
 
@@ -49,7 +49,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {
         p.relative_to(folder).as_posix(): p.read_bytes()
         for p in folder.rglob("*")
-        if p.name in evidence.EVIDENCE
+        if p.name in packs.EVIDENCE
     }
 
 
@@ -62,22 +62,22 @@ def gone(folder: Path) -> None:
 def test_what_is_packed_comes_back_and_nothing_else(runs: Path) -> None:
     before = contents(runs)
     assert len(before) == 8
-    packed = evidence.pack(runs)
+    packed = packs.pack(runs)
     assert packed.stat().st_size < sum(map(len, before.values()))
     gone(runs)
-    assert evidence.unpack(packed) == runs
+    assert packs.unpack(packed) == runs
     assert contents(runs) == before
     assert sorted(p.name for p in (runs / "fedavg/seed1").iterdir()) == sorted(
-        evidence.EVIDENCE - {"entry.toml", "certificate.json"}
+        packs.EVIDENCE - {"entry.toml", "certificate.json"}
     )
 
 
 def test_the_same_runs_give_the_same_bytes(runs: Path) -> None:
-    first = evidence.pack(runs).read_bytes()
-    assert evidence.pack(runs).read_bytes() == first
+    first = packs.pack(runs).read_bytes()
+    assert packs.pack(runs).read_bytes() == first
     gone(runs)
-    evidence.unpack(evidence.pack_of(runs))
-    assert evidence.pack(runs).read_bytes() == first
+    packs.unpack(packs.pack_of(runs))
+    assert packs.pack(runs).read_bytes() == first
 
 
 def test_long_names_and_times_before_1970_are_packed_too(runs: Path) -> None:
@@ -85,15 +85,15 @@ def test_long_names_and_times_before_1970_are_packed_too(runs: Path) -> None:
     (runs / "fedavg").rename(runs / ("é" * 120))
     os.utime(next(runs.rglob("summary.json")), (-5, -5))
     before = contents(runs)
-    packed = evidence.pack(runs)
+    packed = packs.pack(runs)
     gone(runs)
-    evidence.unpack(packed)
+    packs.unpack(packed)
     assert contents(runs) == before
 
 
 def test_a_pack_is_read_like_the_folder(runs: Path) -> None:
     read = [(r.settings, r.rounds, r.last_written // 1) for r in find([runs])]
-    packed = evidence.pack(runs)
+    packed = packs.pack(runs)
     gone(runs)
     for named in (packed, runs, runs.parent):
         assert [(r.settings, r.rounds, r.last_written // 1) for r in find([named])] == read
@@ -103,14 +103,14 @@ def test_a_pack_is_read_like_the_folder(runs: Path) -> None:
         ], "not in the cache"
     assert [r.seed for r in find([runs / "fedavg/seed2"])] == [2], "a folder in a pack"
     assert not runs.exists()
-    evidence.unpack(packed)
+    packs.unpack(packed)
     assert len(find([runs.parent])) == 2, "runs that lie beside their pack count once"
 
 
 def test_the_commands_pack_read_and_unpack(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed = evidence.pack_of(runs)
+    packed = packs.pack_of(runs)
     assert call(["pack", str(runs)]) == 0
     assert "not models" in capsys.readouterr().out
     gone(runs)
@@ -131,10 +131,10 @@ def test_runs_that_are_not_finished_are_named_and_do_not_begin_anew_from_a_pack(
     runs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (runs / "fedavg/seed1/summary.json").unlink()
-    packed = evidence.pack(runs)
+    packed = packs.pack(runs)
     assert str(runs / "fedavg/seed1") in caplog.text
     gone(runs)
-    evidence.unpack(packed)
+    packs.unpack(packed)
     with pytest.raises(CorruptFile, match="checkpoint"):
         resume(runs / "fedavg/seed1", toys.blobs())
     with pytest.raises(
@@ -147,7 +147,7 @@ def test_runs_that_are_not_finished_are_named_and_do_not_begin_anew_from_a_pack(
 def test_the_report_of_a_pack_that_is_named_by_its_file_is_in_the_folder_of_before(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    packed = evidence.pack(runs)
+    packed = packs.pack(runs)
     shutil.rmtree(runs)
     assert call(["report", str(packed)]) == 0
     assert capsys.readouterr().out.strip() == str(runs / "report.html")
@@ -156,59 +156,59 @@ def test_the_report_of_a_pack_that_is_named_by_its_file_is_in_the_folder_of_befo
 
 def test_a_report_does_not_hide_the_pack(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(runs)
-    packed = evidence.pack(runs)
+    packed = packs.pack(runs)
     shutil.rmtree(runs)
     for _ in range(2):
         assert call(["report", str(runs)]) == 0
     assert [path.name for path in runs.iterdir()] == ["report.html"]
     for named in (runs, runs.parent, packed):
         assert [run.seed for run in find([named])] == [1, 2]
-    assert evidence.unpack_if_packed(runs), "so that runs go on where they were"
+    assert packs.unpack_if_packed(runs), "so that runs go on where they were"
     assert contents(runs) == before
     assert (runs / "report.html").stat().st_size > 100_000
     assert [path.name for path in runs.parent.iterdir() if path.name.startswith(".")] == []
 
 
 def test_nothing_is_unpacked_over_what_is_no_folder_of_runs(runs: Path) -> None:
-    packed = evidence.pack(runs)
+    packed = packs.pack(runs)
     shutil.rmtree(runs)
     runs.mkdir()
     (runs / "fedavg").write_text("not a folder")
     with pytest.raises(RunExists, match=str(runs)):
-        evidence.unpack(packed)
+        packs.unpack(packed)
     assert (runs / "fedavg").read_text() == "not a folder"
 
 
 def test_a_pack_with_other_runs_is_not_lost(runs: Path) -> None:
-    packed = evidence.pack(runs)
+    packed = packs.pack(runs)
     before = packed.read_bytes()
     gone(runs / "fedavg/seed2")
     with pytest.raises(RunExists, match=packed.name):
-        evidence.pack(runs)
+        packs.pack(runs)
     assert packed.read_bytes() == before
 
 
 def test_a_folder_that_is_packed_is_unpacked_to_go_on(runs: Path) -> None:
-    evidence.pack(runs)
-    assert not evidence.unpack_if_packed(runs)
+    packs.pack(runs)
+    assert not packs.unpack_if_packed(runs)
     gone(runs)
-    assert evidence.unpack_if_packed(runs)
+    assert packs.unpack_if_packed(runs)
     assert len(find([runs])) == 2
-    assert not evidence.unpack_if_packed(runs.parent / "nothing")
+    assert not packs.unpack_if_packed(runs.parent / "nothing")
 
 
 def test_an_empty_folder_is_no_hindrance(runs: Path) -> None:
-    packed = evidence.pack(runs)
+    packed = packs.pack(runs)
     gone(runs)
     runs.mkdir()
-    assert len(find([evidence.unpack(packed)])) == 2
+    assert len(find([packs.unpack(packed)])) == 2
 
 
 @pytest.mark.parametrize("renames", [1, 2])
 def test_a_folder_survives_an_interrupt_while_it_is_replaced(
     runs: Path, monkeypatch: pytest.MonkeyPatch, renames: int
 ) -> None:
-    packed = evidence.pack(runs)
+    packed = packs.pack(runs)
     gone(runs)
     runs.mkdir()
     (runs / "notes.txt").write_text("mine")
@@ -224,10 +224,10 @@ def test_a_folder_survives_an_interrupt_while_it_is_replaced(
 
     monkeypatch.setattr(Path, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        evidence.unpack(packed)
+        packs.unpack(packed)
     assert (runs / "notes.txt").read_text() == "mine"
     monkeypatch.undo()
-    assert len(find([evidence.unpack(packed)])) == 2
+    assert len(find([packs.unpack(packed)])) == 2
 
 
 def test_a_half_read_pack_is_seen_by_nobody(runs: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_half_read_pack_is_seen_by_nobody(runs: Path) -> None:
 def test_one_that_another_process_has_unpacked_meanwhile_is_taken(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed = evidence.pack(runs)
+    packed = packs.pack(runs)
     kept = shutil.move(runs, runs.with_name("kept"))
 
     def too_late(making: Path, folder: Path) -> Path:
@@ -246,7 +246,7 @@ def test_one_that_another_process_has_unpacked_meanwhile_is_taken(
         raise OSError(errno.ENOTEMPTY, "Directory not empty")
 
     monkeypatch.setattr(Path, "rename", too_late)
-    assert len(find([evidence.unpack(packed)])) == 2
+    assert len(find([packs.unpack(packed)])) == 2
     assert sorted(p.name for p in runs.parent.iterdir()) == sorted([packed.name, runs.name, "kept"])
 
 
@@ -286,29 +286,29 @@ HOSTILE = {
 def test_a_pack_that_holds_anything_else_is_refused(what: str, tmp_path: Path) -> None:
     place = tmp_path / "in/there"
     place.mkdir(parents=True)
-    packed = tar(place / f"runs{evidence.SUFFIX}", HOSTILE[what])
+    packed = tar(place / f"runs{packs.SUFFIX}", HOSTILE[what])
     with pytest.raises(CorruptFile, match=packed.name):
-        evidence.unpack(packed)
+        packs.unpack(packed)
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [packed]
 
 
 def test_a_pack_that_is_too_large_or_damaged_is_refused(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed = evidence.pack(runs)
+    packed = packs.pack(runs)
     gone(runs)
-    monkeypatch.setattr(evidence, "MAX_UNPACKED_BYTES", 1000)
+    monkeypatch.setattr(packs, "MAX_UNPACKED_BYTES", 1000)
     with pytest.raises(CorruptFile, match=packed.name):
-        evidence.readable(packed)
+        packs.readable(packed)
     monkeypatch.undo()
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
     data = packed.read_bytes()
     for damaged in (data[: len(data) // 2], b"", b"no pack", data[:100] + bytes(50) + data[150:]):
         packed.write_bytes(damaged)
         with pytest.raises(CorruptFile, match=packed.name):
-            evidence.readable(runs)
+            packs.readable(runs)
     with pytest.raises(ConfigError, match="nothing"):
-        evidence.unpack(tmp_path / f"nothing{evidence.SUFFIX}")
+        packs.unpack(tmp_path / f"nothing{packs.SUFFIX}")
 
 
 def xz(path: Path, *blocks: bytes) -> Path:
@@ -351,25 +351,25 @@ ATTACKS = {
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_strangers_pack_cannot_exhaust_or_leave_the_folder(attack: str, tmp_path: Path) -> None:
-    packed = xz(tmp_path / f"runs{evidence.SUFFIX}", *ATTACKS[attack])
+    packed = xz(tmp_path / f"runs{packs.SUFFIX}", *ATTACKS[attack])
     with pytest.raises(CorruptFile, match=packed.name):
-        evidence.unpack(packed)
+        packs.unpack(packed)
     assert list(tmp_path.iterdir()) == [packed]
 
 
 def test_a_pack_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the number of files, the time, the memory and what unpacks after the last file."""
-    packed = xz(tmp_path / f"runs{evidence.SUFFIX}", header("config.toml"), header("a/config.toml"))
+    packed = xz(tmp_path / f"runs{packs.SUFFIX}", header("config.toml"), header("a/config.toml"))
     for limit, value in (("MAX_MEMBERS", 1), ("MAX_SECONDS", 0.0), ("MAX_DECODER_BYTES", 1000)):
         with monkeypatch.context() as patch:
-            patch.setattr(evidence, limit, value)
+            patch.setattr(packs, limit, value)
             with pytest.raises(CorruptFile, match=packed.name):
-                evidence.unpack(packed)
-    assert evidence.unpack(packed).is_dir()
-    bomb = xz(tmp_path / f"bomb{evidence.SUFFIX}", header("config.toml"), bytes(5 << 20))
-    monkeypatch.setattr(evidence, "MAX_UNPACKED_BYTES", 1 << 20)
+                packs.unpack(packed)
+    assert packs.unpack(packed).is_dir()
+    bomb = xz(tmp_path / f"bomb{packs.SUFFIX}", header("config.toml"), bytes(5 << 20))
+    monkeypatch.setattr(packs, "MAX_UNPACKED_BYTES", 1 << 20)
     with pytest.raises(CorruptFile, match=bomb.name):
-        evidence.unpack(bomb)
+        packs.unpack(bomb)
 
 
 def test_links_are_not_packed(runs: Path, tmp_path: Path) -> None:
@@ -379,5 +379,5 @@ def test_links_are_not_packed(runs: Path, tmp_path: Path) -> None:
     journal.unlink()
     journal.symlink_to(secret)
     with pytest.raises(ConfigError, match=r"journal\.jsonl"):
-        evidence.pack(runs)
-    assert not evidence.pack_of(runs).exists()
+        packs.pack(runs)
+    assert not packs.pack_of(runs).exists()

@@ -18,9 +18,9 @@ from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.measures import list_forms
 from fedstill.measures.features import STEPS
 from fedstill.metrics.membership import GRID, RATES
-from fedstill.running.directory import pack
 from fedstill.running.journal import read_journal
 from fedstill.running.numbers import Look, RunNumbers
+from fedstill.running.packs import pack
 from fedstill.running.runner import run
 from fedstill.running.runs import read_run
 from run_bits import stopped

@@ -180,7 +180,7 @@ def test_a_config_takes_no_minutes_to_parse(text: str, tmp_path: Path) -> None:
 
 
 WRITING = {"write_text", "write_bytes", "rmtree", "unlink", "symlink_to", "copytree", "copyfile"}
-ELSEWHERE = {("running/directory.py", "copytree")}
+ELSEWHERE = {("running/packs.py", "copytree")}
 """Calls whose target is in a new temporary folder."""
 
 

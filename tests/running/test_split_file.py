@@ -35,7 +35,7 @@ from fedstill.report.data_split import (
     splits,
 )
 from fedstill.report.page import Report
-from fedstill.running import directory
+from fedstill.running import packs
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.result import Result
@@ -162,7 +162,7 @@ def test_other_data_than_it_began_with_are_refused(tmp_path: Path) -> None:
 
 def test_a_pack_has_the_split(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "runs/one")
-    packed = directory.pack(tmp_path / "runs")
+    packed = packs.pack(tmp_path / "runs")
     shutil.rmtree(tmp_path / "runs")
     (group,) = groups([packed])
     assert [*group.runs[0].label_counts] == Result.of(whole).label_counts().tolist()

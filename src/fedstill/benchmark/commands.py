@@ -101,7 +101,7 @@ def reproduce(  # noqa: PLR0913 - the options of the command reproduce
     )
     from fedstill.cli.comparisons import carry_out
     from fedstill.report import terminal
-    from fedstill.running.directory import readable
+    from fedstill.running.packs import readable
 
     if not recipe:
         return _list_recipes()

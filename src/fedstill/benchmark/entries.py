@@ -51,8 +51,8 @@ from fedstill.core.files import (
 from fedstill.core.registry import names as registered_names
 from fedstill.core.user_modules import code_named_by, split_name, trust_code_of, trust_content
 from fedstill.running.compare import Variant
-from fedstill.running.directory import packs_below, readable
 from fedstill.running.journal import CONFIG, CONFIG_SHA256, JOURNAL, SUMMARY, Event, without_times
+from fedstill.running.packs import packs_below, readable
 from fedstill.running.result import summary_from_journal
 from fedstill.running.same_run import processor, software
 from fedstill.running.split_file import SPLIT

@@ -143,7 +143,7 @@ def report_command(
     from fedstill.core.errors import ConfigError
     from fedstill.report.page import write_page
     from fedstill.report.table_files import export_tensorboard, write_tables
-    from fedstill.running.directory import folder_of
+    from fedstill.running.packs import folder_of
     from fedstill.running.runs import groups
 
     if not directories:
@@ -169,9 +169,9 @@ def pack_command(directory: Path) -> int:
     Args:
         directory: A directory that contains runs.
     """
-    from fedstill.running import directory as run_directory
+    from fedstill.running.packs import pack
 
-    packed = run_directory.pack(directory)
+    packed = pack(directory)
     kilobytes = packed.stat().st_size / 1e3
     print(
         f"{packed}: {kilobytes:,.0f} kB; `fedstill unpack {in_shell(packed)}` restores configs, "
@@ -187,9 +187,9 @@ def unpack_command(file: Path) -> int:
     Args:
         file: The file NAME.runs.tar.xz.
     """
-    from fedstill.running import directory as run_directory
+    from fedstill.running.packs import unpack
 
-    print(run_directory.unpack(file))
+    print(unpack(file))
     return 0
 
 
@@ -212,7 +212,8 @@ def carry_out(  # noqa: PLR0913 - the options of the commands that carry runs ou
     """
     from fedstill.engines.devices import check_numbers
     from fedstill.report.comparison import followed_outcomes, started_folders
-    from fedstill.running.directory import claimed, pack_of, unpack_if_packed
+    from fedstill.running.directory import claimed
+    from fedstill.running.packs import pack_of, unpack_if_packed
 
     check_numbers(devices)
     if unpack_if_packed(folder):

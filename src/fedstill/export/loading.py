@@ -38,10 +38,11 @@ from fedstill.models.predictors import CombinedPredictor, Predictor, predictor
 from fedstill.running import journal as journals
 from fedstill.running.checkpoint import Checkpoints, StoredMemory
 from fedstill.running.client_data import reading_like
-from fedstill.running.directory import SUFFIX, readable, settings_of, trust_run
+from fedstill.running.directory import settings_of, trust_run
 from fedstill.running.driver import remote_engine
 from fedstill.running.journal import CONFIG, JOURNAL, STOP_REASON
 from fedstill.running.model_files import FINAL, body_of, read_final
+from fedstill.running.packs import SUFFIX, readable
 from fedstill.running.result import Result
 from fedstill.running.same_run import RunIdentity
 from fedstill.running.selection import best_round_of

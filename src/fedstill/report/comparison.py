@@ -33,9 +33,10 @@ from fedstill.running.compare import (
     new_folder,
     variants,
 )
-from fedstill.running.directory import claimed, unpack_if_packed
+from fedstill.running.directory import claimed
 from fedstill.running.frame import data_frame
 from fedstill.running.journal import CONFIG
+from fedstill.running.packs import unpack_if_packed
 from fedstill.running.result import (
     Result,
     Shade,

@@ -26,7 +26,6 @@ from fedstill.core.files import (
     replace_file,
 )
 from fedstill.metrics.accuracy import Values
-from fedstill.running.directory import readable
 from fedstill.running.journal import (
     JOURNAL,
     Event,
@@ -36,6 +35,7 @@ from fedstill.running.journal import (
     without_garbage_collection,
 )
 from fedstill.running.numbers import BY_CLASS, OF_USER_MEASURES, Numbers, is_chosen
+from fedstill.running.packs import readable
 from fedstill.running.runs import Run, RunFolder, label_runs, read_run, run_folders
 
 if TYPE_CHECKING:

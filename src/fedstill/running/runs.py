@@ -20,7 +20,6 @@ from fedstill.core.files import flat, read_toml
 from fedstill.core.registry import short_name
 from fedstill.data.client_split import LabelCounts
 from fedstill.running import journal as journals
-from fedstill.running.directory import folder_of, packs_below, readable
 from fedstill.running.journal import (
     CONFIG,
     JOURNAL,
@@ -34,6 +33,7 @@ from fedstill.running.journal import (
     with_later_looks,
 )
 from fedstill.running.numbers import LearningRates, Numbers, RunNumbers
+from fedstill.running.packs import folder_of, packs_below, readable
 from fedstill.running.split_file import label_counts_of, networks_of, read_split
 
 if TYPE_CHECKING:

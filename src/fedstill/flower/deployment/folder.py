@@ -545,7 +545,7 @@ def _delete_files(run: Path, client: int) -> list[Path]:
 
 def _left_in(run: Path) -> Iterator[str]:
     """Descriptions of files in a run directory and its packs that still depend on the client."""
-    from fedstill.running.directory import pack_of  # lazy, because clients need little memory
+    from fedstill.running.packs import pack_of  # lazy, because clients need little memory
 
     yield (
         f"{run}: the old model and its checkpoints, and the journal with the client's numbers; "
