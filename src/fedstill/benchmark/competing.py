@@ -50,10 +50,10 @@ from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Stage
 from fedstill.core.user_modules import split_name
 from fedstill.running.compare import Variant
-from fedstill.running.explain import local_steps
 from fedstill.running.journal import CONFIG, JOURNAL, Event, read_journal, without_times
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
+from fedstill.running.world import examples_trained_on, local_steps
 
 # ---- choosing configurations ---------------------------------------------------------------------
 
@@ -491,11 +491,7 @@ def training_size(prepared: Prepared, stage: Stage) -> TrainingSize:
     size = TrainingSize()
     for client in stage.clients:
         count = _example_count(prepared, stage, client)
-        steps = local_steps(prepared, stage, count)
-        examples = plan.epochs * count
-        if plan.steps:
-            examples = steps * min(plan.batch, count)
-        size += TrainingSize(steps, examples)
+        size += TrainingSize(local_steps(plan, count), examples_trained_on(plan, count))
     return size
 
 

@@ -33,8 +33,8 @@ from fedstill.core.records import SERVER, Stage
 from fedstill.core.user_modules import split_name
 from fedstill.report.table_files import TextTable
 from fedstill.running.compare import Variant
-from fedstill.running.explain import local_steps
 from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.world import local_steps
 
 # ---- the position of a run on a map --------------------------------------------------------------
 
@@ -72,7 +72,8 @@ def setting_of(prepared: Prepared) -> Setting | None:
         return None
     sizes = [int(size) for size in counts.sum(axis=1)]
     divergences = distance(proportions(counts), proportions(counts.sum(axis=0)), "js")
-    steps = [local_steps(prepared, stage, size) / size for size in sizes]
+    plan = prepared.world.plans[stage.name]
+    steps = [local_steps(plan, size) / size for size in sizes]
     return Setting(
         labels_apart=float(divergences.mean()),
         steps_per_example=float(np.mean(steps)),

@@ -35,7 +35,7 @@ from fedstill.running.evaluation import client_predictors_of
 from fedstill.running.extensions import run_extensions
 from fedstill.running.model_files import inputs_description
 from fedstill.running.preparation import Prepared, suited_engine_of
-from fedstill.running.world import first_state
+from fedstill.running.world import examples_trained_on, first_state, local_steps
 
 BYTES_PER_PARAMETER = 4
 """Models are stored as float32."""
@@ -101,8 +101,10 @@ def round_work(prepared: Prepared) -> RoundWork:
                 bytes_up += reply.nbytes
             client_examples = _stage_examples(prepared, client, stage)
             examples += client_examples
-            trained_examples += _trained_examples(prepared, stage, client_examples)
-            steps += local_steps(prepared, stage, client_examples)
+            plan = world.plans.get(stage.name)
+            if plan is not None:
+                trained_examples += examples_trained_on(plan, client_examples)
+                steps += local_steps(plan, client_examples)
 
     return RoundWork(
         clients=len(clients),
@@ -112,26 +114,6 @@ def round_work(prepared: Prepared) -> RoundWork:
         bytes_down=bytes_down,
         bytes_up=bytes_up,
     )
-
-
-def local_steps(prepared: Prepared, stage: Stage, examples: int) -> int:
-    """The number of optimiser steps of a client with ``examples`` examples in a stage; 0 if the
-    stage trains nothing.
-    """
-    plan = prepared.world.plans.get(stage.name)
-    if plan is None:
-        return 0
-    return plan.steps or plan.epochs * plan.batches_per_epoch(examples)
-
-
-def _trained_examples(prepared: Prepared, stage: Stage, examples: int) -> int:
-    """The number of examples on which a client trains in a stage, counted in each epoch."""
-    plan = prepared.world.plans.get(stage.name)
-    if plan is None:
-        return 0
-    if plan.steps:
-        return plan.steps * min(plan.batch, examples)
-    return plan.epochs * examples
 
 
 def _stage_examples(prepared: Prepared, client: int, stage: Stage) -> int:

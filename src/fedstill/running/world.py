@@ -207,6 +207,18 @@ def _check_statistics(spec: ModelSpec) -> None:
             )
 
 
+def local_steps(plan: Plan, examples: int) -> int:
+    """The number of optimiser steps of a client with so many examples in a stage with this plan."""
+    return plan.steps or plan.epochs * plan.batches_per_epoch(examples)
+
+
+def examples_trained_on(plan: Plan, examples: int) -> int:
+    """The number of examples on which such a client trains, counted in each epoch or step."""
+    if plan.steps:
+        return plan.steps * min(plan.batch, examples)
+    return plan.epochs * examples
+
+
 ENGINES = {"serial": SerialEngine, "pooled": PooledEngine, "vectorised": VectorisedEngine}
 """The engines by their names in a config."""
 
