@@ -17,11 +17,11 @@ import pytest
 from cyclopts import App
 
 from fedstill.cli import app, call
+from fedstill.cli.explain import key_description, resolved_values
 from fedstill.config.experiment import Experiment, load
 from fedstill.config.resolve import resolve
 from fedstill.config.settings import as_toml
 from fedstill.core import descriptions, registry
-from fedstill.running.explain import key_description, resolved_values
 
 WIDTHS = [80, 100, 160]
 

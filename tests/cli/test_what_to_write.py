@@ -9,10 +9,10 @@ import pytest
 
 from fedstill.cli import LISTS, REPEATED, app, call
 from fedstill.cli.app import Engine
+from fedstill.cli.explain import resolved_values
 from fedstill.config.experiment import load
 from fedstill.config.resolve import resolve
 from fedstill.config.tables import TopKeys
-from fedstill.running.explain import resolved_values
 
 WHY = pytest.mark.uses("attribution")
 """The mark of cases with the command ``why``."""

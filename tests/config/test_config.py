@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import toys
+from fedstill.cli import explain
 from fedstill.config.experiment import Experiment, from_tree, load
 from fedstill.config.overrides import parse_overrides
 from fedstill.config.resolve import resolve
@@ -16,7 +17,6 @@ from fedstill.config.settings import Settings, as_toml
 from fedstill.config.validation import WrongConfig
 from fedstill.core.errors import ConfigError
 from fedstill.methods.fedntd import FedNTD
-from fedstill.running import explain
 
 FULL = """
 seed = 3

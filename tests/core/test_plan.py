@@ -10,10 +10,10 @@ import torch
 from torch.optim import lr_scheduler
 
 import toys
+from fedstill.cli.explain import run_estimate
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import Plan
-from fedstill.running.explain import run_estimate
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
 from run_bits import assert_same_bits, bits, stopped

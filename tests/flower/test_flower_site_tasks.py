@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import toys
+from fedstill.cli import explain
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, Interrupted, TooFewReplies
@@ -27,7 +28,6 @@ from fedstill.flower.site_settings import Site
 from fedstill.metrics import tasks as over_time
 from fedstill.models.predictors import predictor
 from fedstill.report.accuracy_matrix import run_matrices
-from fedstill.running import explain
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.result import Result

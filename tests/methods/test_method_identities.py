@@ -12,12 +12,12 @@ from torch import Tensor
 
 import toys
 from double import NEAR
+from fedstill.cli.explain import run_estimate
 from fedstill.core import registry
 from fedstill.core.capabilities import Need, Permit
 from fedstill.core.records import Payload, Stage, TrainingStart
 from fedstill.methods.fedadkd import FedADKD
 from fedstill.methods.fedcurv import Curved, FedCurv
-from fedstill.running.explain import run_estimate
 
 EVEN = {"partition": "iid"}
 ONE_CLASS_EACH = {"partition": {"kind": "sharding", "shards": 1}, "topology": {"clients": 5}}

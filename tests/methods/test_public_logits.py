@@ -15,6 +15,7 @@ from plain import drive, ready_for
 from torch import Tensor
 
 import toys
+from fedstill.cli.explain import run_estimate
 from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.capabilities import Need
@@ -26,7 +27,6 @@ from fedstill.data.client_split import ClientSplit
 from fedstill.methods.hiper_fedkd import HiPerFedKD
 from fedstill.methods.public_logits import Distil, TrainThenPredict
 from fedstill.running.compatibility import check_run
-from fedstill.running.explain import run_estimate
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
 

@@ -14,13 +14,13 @@ from plain import Federation, check, drive, ready_for
 
 import toys
 from fedstill import losses
+from fedstill.cli.explain import run_estimate
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import InfeasiblePartition
 from fedstill.core.label_counts import Metric
 from fedstill.core.records import NOTHING, Payload, Reply, Stage, TrainingStart, many
 from fedstill.methods.cwc import CWC
 from fedstill.methods.sfedkd import SFedKD, discrepancy_weights
-from fedstill.running.explain import run_estimate
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import toys
 from fedstill import Experiment
+from fedstill.cli.explain import run_estimate
 from fedstill.config.resolve import resolve
 from fedstill.config.settings import Settings
 from fedstill.core.method import ClientWork
@@ -28,7 +29,6 @@ from fedstill.methods.fedavg import FedAvg
 from fedstill.models import contract
 from fedstill.running import world
 from fedstill.running.compare import clear_other_runs, variants
-from fedstill.running.explain import run_estimate
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import resume, run
 from fedstill.running.runs import groups

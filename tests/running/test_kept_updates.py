@@ -13,6 +13,7 @@ import pytest
 
 import toys
 from fedstill.cli import call
+from fedstill.cli.explain import kept_update_bytes, run_estimate
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import resolve
 from fedstill.core.codec import encode
@@ -21,7 +22,6 @@ from fedstill.core.extensions import NoRecorder, StageResult
 from fedstill.core.files import digest
 from fedstill.core.records import SERVER
 from fedstill.running.checkpoint import UPDATES, Checkpoints, kept_updates
-from fedstill.running.explain import kept_update_bytes, run_estimate
 from fedstill.running.preparation import prepare
 from fedstill.running.replay import Replay
 from fedstill.running.runner import resume, run

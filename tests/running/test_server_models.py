@@ -14,6 +14,7 @@ from torch import Tensor
 
 import toys
 from fedstill.attribution.class_changes import find_changes
+from fedstill.cli.explain import run_estimate
 from fedstill.config.resolve import resolve
 from fedstill.core.aggregation import weighted_mean
 from fedstill.core.capabilities import Need
@@ -35,7 +36,6 @@ from fedstill.report.blocks import Table
 from fedstill.report.clients import clients
 from fedstill.report.page import Report, page
 from fedstill.running.client_evaluation import ClientTests
-from fedstill.running.explain import run_estimate
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.result import Result

@@ -25,8 +25,8 @@ from fedstill.core.files import in_shell
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fedstill.cli.explain import MeasureCost
     from fedstill.report.terminal import PlainTable
-    from fedstill.running.explain import MeasureCost
     from fedstill.running.result import Result
 
 SERVER_ROWS = (
@@ -310,10 +310,10 @@ def explain_command(
             clients.
         split: Draw the number of examples of each client by class.
     """
+    from fedstill.cli import explain
     from fedstill.config.resolve import resolve
     from fedstill.report import catalogue, terminal
     from fedstill.report.terminal import drawn_data
-    from fedstill.running import explain
     from fedstill.running.preparation import prepare
     from fedstill.running.setting_warnings import setting_warnings
 

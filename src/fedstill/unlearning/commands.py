@@ -221,8 +221,8 @@ def explain_kept(screen: Console, prepared: Prepared) -> None:
 
 def kept_sentence(prepared: Prepared) -> str:
     """Which files of the run strategies of unlearning need, and how many bytes these have."""
+    from fedstill.cli.explain import bytes_text, kept_update_bytes
     from fedstill.core.records import SERVER, Payload
-    from fedstill.running.explain import bytes_text, kept_update_bytes
 
     settings = prepared.settings
     updates = "keep_updates = true, which this run does not set"
