@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstill.config.experiment import from_tree
-from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import Event
 from fedstill.core.fields import Count
 from fedstill.core.files import in_shell, read_file, read_toml
@@ -77,7 +77,7 @@ class Retraining(Strategy):
         if _depends_from_the_start(original, prepared):
             return None
         first = first_round_of(original, original.affected(request))
-        restored = _last_before(original, first)
+        restored = original.checkpoints.before(first)
         if restored is None:
             return None
         return StartPoint(
@@ -128,19 +128,6 @@ def _depends_from_the_start(original: OriginalRun, prepared: Prepared) -> bool:
     data_differ = scales_differ or tests_differ or public_differs
     has_tasks = original.settings.stream.tasks > 1
     return data_differ or has_tasks or original.settings.selects_round
-
-
-def _last_before(original: OriginalRun, round: int) -> Restored | None:
-    """The last checkpoint before a round that is not damaged."""
-    checkpoints = original.checkpoints
-    for position in reversed(checkpoints.positions()):
-        if position.round > round or (position.round == round and position.stage > 0):
-            continue
-        try:
-            return checkpoints.at(position)
-        except CorruptFile:
-            continue
-    return None
 
 
 def _events_before(original: OriginalRun, restored: Restored) -> Sequence[Event]:
