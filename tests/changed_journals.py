@@ -28,9 +28,8 @@ from fedstill.cli import call
 from fedstill.core.errors import ConfigError, CorruptFile, FedstillError
 from fedstill.report.comparison import Comparison
 from fedstill.report.page import write_page
-from fedstill.report.table_files import export, write_tables
+from fedstill.report.table_files import export, run_frames, write_tables
 from fedstill.running.directory import settings_of
-from fedstill.running.frame import run_frames
 from fedstill.running.runner import resume, run
 from fedstill.running.runs import groups
 from fedstill.running.trackers import AboutRun, HowEnded, send_late

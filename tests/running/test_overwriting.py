@@ -14,9 +14,9 @@ from fedstill.cli import call
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ClientFailed, ConfigError, RunBusy, RunExists
 from fedstill.report.page import write_page
+from fedstill.report.table_files import write_run_tables
 from fedstill.running.compare import clear_other_runs, seeded, variants
 from fedstill.running.directory import clear, locked
-from fedstill.running.frame import write_run_tables
 from fedstill.running.journal import add_looks
 from fedstill.running.runner import run
 from fedstill.running.same_run import other_settings

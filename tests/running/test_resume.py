@@ -21,7 +21,7 @@ from fedstill.core.registry import method
 from fedstill.core.trees import same_bits
 from fedstill.export.loading import load_model
 from fedstill.methods.fedavg import FedAvg
-from fedstill.running.frame import run_frames
+from fedstill.report.table_files import run_frames
 from fedstill.running.recording import Quiet
 from fedstill.running.replay import Replay
 from fedstill.running.runner import resume, run

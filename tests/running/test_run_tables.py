@@ -12,7 +12,7 @@ import pytest
 
 import toys
 from fedstill.cli import call
-from fedstill.running.frame import write_run_tables
+from fedstill.report.table_files import write_run_tables
 from fedstill.running.packs import pack
 from fedstill.running.runner import run
 from run_bits import stopped

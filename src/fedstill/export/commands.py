@@ -213,7 +213,7 @@ def _comparison(program: str, error: float) -> str:
 
 
 def _write_tables(run: Path, file_format: str, folder: Path) -> None:
-    from fedstill.running.frame import write_run_tables
+    from fedstill.report.table_files import write_run_tables
 
     for table in write_run_tables(run, file_format, folder):
         print(f"{table.path}: {table.rows} rows, {table.columns} columns")

@@ -1,5 +1,6 @@
 """Results as files: the table of a comparison and the differences paired by seed, as CSV (with all
-digits), Markdown and LaTeX; and finished runs for TensorBoard.
+digits), Markdown and LaTeX; the rounds and clients of a run, as CSV and Parquet; and finished runs
+for TensorBoard.
 
 TensorBoard gets the same numbers as a tracker during a run.
 """
@@ -12,20 +13,31 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import (
+    RUN_TABLE,
     TABLE_KINDS,
     Target,
     check_may_overwrite,
     disk_error,
     make_folder,
     neutral,
+    replace_file,
     write_whole,
 )
 from fedstill.metrics.ranks import Difference, paired_difference
 from fedstill.report.summary import NONE, Column, measured_columns, ranked, rounds_note
-from fedstill.running.journal import JOURNAL, VERSIONS, read_journal
+from fedstill.running.frame import frame_of_clients, frame_of_events
+from fedstill.running.journal import (
+    JOURNAL,
+    VERSIONS,
+    check_journal,
+    events_by_name,
+    read_journal,
+)
+from fedstill.running.packs import readable
 from fedstill.running.runs import (
     Group,
     Run,
@@ -36,6 +48,9 @@ from fedstill.running.runs import (
     schedule_cells,
 )
 from fedstill.running.trackers import AboutRun, HowEnded, RoundNumbers, TensorBoard, Tracker
+
+if TYPE_CHECKING:
+    import pandas
 
 NUMBER = r"[-+]?[\d.]+"
 """A number in a cell. LaTeX prints its sign correctly in math mode only."""
@@ -356,3 +371,73 @@ def _folder_names(runs: Sequence[Run]) -> list[str]:
             name = f"{name}-{len(names)}"
         names.append(name)
     return names
+
+
+# ---- the rounds and clients of a run -------------------------------------------------------------
+
+
+def run_frames(run: Path) -> dict[str, pandas.DataFrame]:
+    """The tables ``rounds`` and ``clients`` of a run, finished or not.
+
+    They have the columns of ``Result.rounds`` and ``Result.clients``. Raises CorruptFile if the
+    journal is damaged or missing.
+    """
+    folder = readable(run)
+    events = read_journal(folder / JOURNAL)
+    check_journal(folder, events)
+    classes = [str(name) for event in events[:1] for name in event.get("classes", [])]
+    by_name = events_by_name(events)
+    return {
+        "rounds": frame_of_events(by_name.get("round", []), classes),
+        "clients": frame_of_clients(by_name.get("client", []), classes),
+    }
+
+
+def _without_formulas(frame: pandas.DataFrame) -> pandas.DataFrame:
+    """The table, with names and texts that no spreadsheet takes for formulas."""
+    safe = frame.rename(columns=lambda name: neutral(str(name), "csv"))
+    for column in safe.select_dtypes(exclude="number"):
+        safe[column] = safe[column].map(_without_formula)
+    return safe
+
+
+def _without_formula(value: Any) -> Any:
+    if isinstance(value, str):
+        return neutral(value, "csv")
+    return value
+
+
+@dataclass(frozen=True)
+class WrittenTable:
+    """A table in a file, with its numbers of rows and columns."""
+
+    path: Path
+    rows: int
+    columns: int
+
+
+def write_run_tables(run: Path, kind: str, folder: Path) -> list[WrittenTable]:
+    """Write the tables of ``run_frames`` to a folder, as ``parquet`` or ``csv``, over older tables.
+
+    Raises the errors of ``run_frames``, and ConfigError if the folder cannot be created or has
+    other files with these names.
+    """
+    frames = run_frames(run)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from disk_error(
+            error, folder
+        )
+    paths = {name: folder / f"{name}.{kind}" for name in frames}
+    for path in paths.values():
+        check_may_overwrite(path, RUN_TABLE)
+    tables = []
+    for name, frame in frames.items():
+        if kind == "parquet":
+            data = frame.to_parquet(index=False)
+        else:
+            data = _without_formulas(frame).to_csv(index=False).encode()
+        replace_file(paths[name], data, RUN_TABLE)
+        tables.append(WrittenTable(paths[name], len(frame), len(frame.columns)))
+    return tables

@@ -16,26 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstill.core.errors import ConfigError, UnknownName
-from fedstill.core.files import (
-    RUN_TABLE,
-    check_may_overwrite,
-    disk_error,
-    named_path,
-    neutral,
-    replace_file,
-)
+from fedstill.core.errors import UnknownName
+from fedstill.core.files import named_path
 from fedstill.metrics.accuracy import Values
-from fedstill.running.journal import (
-    JOURNAL,
-    Event,
-    check_journal,
-    events_by_name,
-    read_journal,
-    without_garbage_collection,
-)
+from fedstill.running.journal import Event, without_garbage_collection
 from fedstill.running.numbers import BY_CLASS, OF_USER_MEASURES, Numbers, is_chosen
-from fedstill.running.packs import readable
 from fedstill.running.runs import Run, RunFolder, label_runs, read_run, run_folders
 
 if TYPE_CHECKING:
@@ -307,73 +292,3 @@ def _keys(name: str, values: Sequence[Any], classes: Sequence[str]) -> Sequence[
     if is_by_class and not is_nested:
         return classes
     return range(len(values))
-
-
-# ---- tables of a run as files --------------------------------------------------------------------
-
-
-def run_frames(run: Path) -> dict[str, pandas.DataFrame]:
-    """The tables ``rounds`` and ``clients`` of a run, finished or not.
-
-    They have the columns of ``Result.rounds`` and ``Result.clients``. Raises CorruptFile if the
-    journal is damaged or missing.
-    """
-    folder = readable(run)
-    events = read_journal(folder / JOURNAL)
-    check_journal(folder, events)
-    classes = [str(name) for event in events[:1] for name in event.get("classes", [])]
-    by_name = events_by_name(events)
-    return {
-        "rounds": frame_of_events(by_name.get("round", []), classes),
-        "clients": frame_of_clients(by_name.get("client", []), classes),
-    }
-
-
-def _without_formulas(frame: pandas.DataFrame) -> pandas.DataFrame:
-    """The table, with names and texts that no spreadsheet takes for formulas."""
-    safe = frame.rename(columns=lambda name: neutral(str(name), "csv"))
-    for column in safe.select_dtypes(exclude="number"):
-        safe[column] = safe[column].map(_without_formula)
-    return safe
-
-
-def _without_formula(value: Any) -> Any:
-    if isinstance(value, str):
-        return neutral(value, "csv")
-    return value
-
-
-@dataclass(frozen=True)
-class WrittenTable:
-    """A table in a file, with its numbers of rows and columns."""
-
-    path: Path
-    rows: int
-    columns: int
-
-
-def write_run_tables(run: Path, kind: str, folder: Path) -> list[WrittenTable]:
-    """Write the tables of ``run_frames`` to a folder, as ``parquet`` or ``csv``, over older tables.
-
-    Raises the errors of ``run_frames``, and ConfigError if the folder cannot be created or has
-    other files with these names.
-    """
-    frames = run_frames(run)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from disk_error(
-            error, folder
-        )
-    paths = {name: folder / f"{name}.{kind}" for name in frames}
-    for path in paths.values():
-        check_may_overwrite(path, RUN_TABLE)
-    tables = []
-    for name, frame in frames.items():
-        if kind == "parquet":
-            data = frame.to_parquet(index=False)
-        else:
-            data = _without_formulas(frame).to_csv(index=False).encode()
-        replace_file(paths[name], data, RUN_TABLE)
-        tables.append(WrittenTable(paths[name], len(frame), len(frame.columns)))
-    return tables
