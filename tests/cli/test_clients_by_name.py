@@ -14,8 +14,8 @@ from pyarrow import parquet
 
 import fedstill
 from fedstill.cli import call
+from fedstill.cli.app import parse_class_numbers, parse_client_number
 from fedstill.core.errors import UnknownName
-from fedstill.running.journal import parse_class_numbers, parse_client_number
 
 NAMES = ("Bern", "Zadar", "Šibenik")
 DECOMPOSED = unicodedata.normalize("NFD", "Šibenik")

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter, validators
 
-from fedstill.cli.app import Flag, Quiet, say
+from fedstill.cli.app import (
+    Flag,
+    Quiet,
+    number_or_name,
+    parse_class_numbers,
+    parse_client_number,
+    say,
+)
 from fedstill.core.errors import ConfigError
 from fedstill.core.files import in_shell
 from fedstill.running.journal import JOURNAL
@@ -110,7 +117,6 @@ def why_command(  # noqa: PLR0913 - the options of the command why
     """
     from fedstill.attribution.class_changes import find_changes
     from fedstill.running.directory import hint_without_run, trust_run
-    from fedstill.running.journal import parse_class_numbers, parse_client_number
     from fedstill.running.runs import read_run
 
     options = {
@@ -254,7 +260,6 @@ def _print_next_command(
 ) -> None:
     """The command that replays rounds without the client with the largest loss."""
     from fedstill.attribution.class_changes import client_name
-    from fedstill.running.journal import number_or_name
 
     contributions = attribution.clients
     if not contributions:

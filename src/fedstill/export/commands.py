@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from fedstill.cli.app import Flag
+from fedstill.cli.app import Flag, parse_client_number
 from fedstill.core.errors import ConfigError, UnknownName
 
 if TYPE_CHECKING:
@@ -142,8 +142,6 @@ def _load(run: Path, client: str | None, round: str | None) -> TrainedModel:
 
 def _owner(run: Path, client: str | None) -> int | str | None:
     """The owner of a model: a client's number, or the name of a group such as "cluster 1"."""
-    from fedstill.running.journal import parse_client_number
-
     if client is None:
         return None
     try:

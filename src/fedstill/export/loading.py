@@ -17,7 +17,7 @@ from fedstill.config.settings import Settings
 from fedstill.core.checks import in_hook
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.extensions import of_some_clients
-from fedstill.core.fields import plain_value
+from fedstill.core.fields import nfc, plain_value
 from fedstill.core.files import digest, in_shell, named_path, read_file
 from fedstill.core.process_settings import process_settings
 from fedstill.core.records import NOTHING, SERVER, Payload, State
@@ -149,9 +149,10 @@ def _check_not_packed(folder: Path) -> None:
 def _owner(client: Any, start: journals.Event) -> Any:
     """The owner of a model: a client's number, the name of a group, or None for all clients."""
     if isinstance(client, str):
-        number = journals.client_number_by_name(client, start)
-        if number is not None:
-            return number
+        names = [nfc(str(name)) for name in start.get("client_names", ())]
+        name = nfc(client)
+        if name in names:
+            return names.index(name)
     return client
 
 

@@ -14,7 +14,7 @@ from cyclopts import Parameter, validators
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from fedstill.cli.app import Flag, Names, Settings
+from fedstill.cli.app import Flag, Names, Settings, parse_class_numbers, parse_client_number
 from fedstill.core.errors import ConfigError
 from fedstill.data.views import Arrival
 from fedstill.methods.fit import queries_of
@@ -329,7 +329,6 @@ def query(  # noqa: PLR0913 - the options of the command query
     from fedstill.querying.answers import ClientChanges, answer_query
     from fedstill.report import terminal
     from fedstill.running.directory import trust_run
-    from fedstill.running.journal import parse_class_numbers, parse_client_number
     from fedstill.running.model_files import save_model
 
     _check_options(classes=classes, by=by, under=under, need=need)

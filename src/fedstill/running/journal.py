@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 import pydantic_core
 
-from fedstill.core.errors import CorruptFile, UnknownName
-from fedstill.core.fields import nfc
+from fedstill.core.errors import CorruptFile
 from fedstill.core.files import (
     digest,
     disk_error,
@@ -290,75 +289,6 @@ def _integer(digits: str) -> int | None:
     if len(digits) > MAX_DIGITS:
         return None
     return int(digits)
-
-
-def parse_class_numbers(folder: Path, texts: Sequence[str]) -> list[int]:
-    """Convert what a user typed, names or numbers of classes of a run, to numbers of classes.
-
-    Raises UnknownName for a name that the run in ``folder`` does not have.
-    """
-    names = _names_at_start(folder, "classes")
-    return [_parse_number("class", text, names) for text in texts]
-
-
-def parse_client_number(folder: Path, text: str) -> int:
-    """Convert what a user typed, the name or the number of a client of a run, to its number.
-
-    Raises UnknownName for a name that the run in ``folder`` does not have.
-    """
-    return _parse_number("client", text, _names_at_start(folder, "client_names"))
-
-
-def client_number_by_name(name: str, start: Event) -> int | None:
-    """The number of the client that has this name in the data, or None if there is none.
-
-    Unlike ``parse_client_number``, it does not accept a number: ``"3"`` is a name here.
-
-    ``start``: the run's first event.
-    """
-    names = [nfc(str(client_name)) for client_name in start.get("client_names", ())]
-    normalized = nfc(name)
-    if normalized not in names:
-        return None
-    return names.index(normalized)
-
-
-def _names_at_start(folder: Path, key: str) -> list[str]:
-    """The names in a field of a run's first event, or none if there is no such field."""
-    return [nfc(str(name)) for name in read_start(folder).get(key, ())]
-
-
-MOST_DIGITS = 18
-"""The most digits of a client's or a class's number."""
-
-
-def _parse_number(kind: str, text: str, names: Sequence[str]) -> int:
-    """Convert one of ``names``, or a number, to a number; ``kind`` is for the error message.
-
-    A name comes first, because names may be numbers: the numbers of a study's subjects.
-    """
-    name = nfc(text)
-    if name in names:
-        return names.index(name)
-    if text.isdecimal() and len(text) <= MOST_DIGITS:
-        return int(text)
-    todo = ""
-    if not names:
-        todo = "the run has no names; give a number, from 0"
-    raise UnknownName(kind, text, names, remedy=todo)
-
-
-def number_or_name(number: int, names: Sequence[str]) -> str:
-    """The text that a user types for a client or a class: its number, or its name if the number is
-    the name of another.
-
-    >>> number_or_name(1, ["a", "b"]), number_or_name(1, ["1", "3"])
-    ('1', '3')
-    """
-    text = str(number)
-    if text in names and number < len(names):
-        return names[number]
-    return text
 
 
 def without_times(value: Any) -> Any:

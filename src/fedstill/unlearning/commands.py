@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from fedstill.cli.app import Flag, Names, Quiet, Settings, say
+from fedstill.cli.app import (
+    Flag,
+    Names,
+    Quiet,
+    Settings,
+    parse_class_numbers,
+    parse_client_number,
+    say,
+)
 from fedstill.core.errors import ConfigError, Interrupted
 from fedstill.core.files import in_shell
 
@@ -51,7 +59,6 @@ class ForgottenData:
         """The request. Raises ConfigError for a name or value that the run in ``directory`` lacks,
         and if nothing is named.
         """
-        from fedstill.running.journal import parse_class_numbers, parse_client_number
         from fedstill.unlearning.request import UnlearningRequest
 
         request = UnlearningRequest(

@@ -27,6 +27,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstill.cli.app import number_or_name
 from fedstill.config.experiment import from_tree
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import Event
@@ -37,13 +38,7 @@ from fedstill.data.client_split import ClientSplit
 from fedstill.running import runner
 from fedstill.running.checkpoint import Restored
 from fedstill.running.directory import settings_of
-from fedstill.running.journal import (
-    CONFIG,
-    JOURNAL,
-    is_finished,
-    number_or_name,
-    read_journal,
-)
+from fedstill.running.journal import CONFIG, JOURNAL, is_finished, read_journal
 from fedstill.running.preparation import Prepared
 from fedstill.running.replay import Without
 from fedstill.running.runs import contributed, start_run
