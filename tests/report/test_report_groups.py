@@ -11,8 +11,8 @@ from run_journals import stop_after
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.metrics.classification import METRICS
 from fedstill.report import data_split, series
-from fedstill.report.summary import COLUMNS, measured_columns, rounds_note
-from fedstill.running.runs import differing, group_labels, groups, split_text
+from fedstill.report.summary import COLUMNS, measured_columns, rounds_note, split_text
+from fedstill.running.runs import differing, group_labels, groups
 from run_bits import with_changed_config
 
 

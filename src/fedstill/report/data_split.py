@@ -29,7 +29,8 @@ from fedstill.report.figures import (
     whole_numbers,
 )
 from fedstill.report.page import Report
-from fedstill.running.runs import Group, Run, split_text
+from fedstill.report.summary import split_text
+from fedstill.running.runs import Group, Run
 
 # Maps of class × client
 

@@ -51,24 +51,17 @@ from fedstill.report.summary import (
     NONE,
     Column,
     decimals_of,
+    differing_schedule,
     measured_columns,
     order_note,
     ranked,
     ranking_column,
     rounds_note,
+    schedule_cells,
 )
 from fedstill.report.table_files import differences, differences_table
 from fedstill.running.numbers import ReplyOutcome
-from fedstill.running.runs import (
-    UNSET,
-    Group,
-    Run,
-    differing,
-    differing_schedule,
-    schedule_cells,
-    spread,
-    value_text,
-)
+from fedstill.running.runs import UNSET, Group, Run, differing, spread, value_text
 
 ABOUT = (
     "One line for each group of runs that differ only in their seed: mean ± one standard deviation "

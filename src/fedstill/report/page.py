@@ -27,10 +27,10 @@ from fedstill.core.files import PAGE, check_may_overwrite, disk_error, neutral, 
 from fedstill.manifest import Part
 from fedstill.report.blocks import Block, Facts, Notice, Section, templates
 from fedstill.report.figures import Style
-from fedstill.report.summary import refusal_sentences
+from fedstill.report.summary import refusal_sentences, split_text
 from fedstill.report.table_files import group_named
 from fedstill.running.journal import VERSIONS
-from fedstill.running.runs import UNSET, Group, groups, method_of, split_text, value_text
+from fedstill.running.runs import UNSET, Group, groups, method_of, value_text
 
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"

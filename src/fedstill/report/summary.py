@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fedstill import manifest
 from fedstill.metrics.classification import ACCURACY, METRICS, Metric
 from fedstill.running.result import Refusals
-from fedstill.running.runs import Group, Run, Spread
+from fedstill.running.runs import UNSET, Group, Run, Spread, differing, value_text
 
 # ---- columns -------------------------------------------------------------------------------------
 
@@ -461,3 +461,33 @@ def _refused_by_seed(texts: Mapping[int, str], has_many_runs: bool) -> str:
     if len(texts) > 1:
         sentence += f"; seeds with refusals: {', '.join(map(str, texts))}"
     return sentence
+
+
+# ---- the settings of groups ----------------------------------------------------------------------
+
+
+SCHEDULE = {"topology.kind": "topology", "rounds": "rounds"}
+"""Settings with defaults that depend on the method, and their titles."""
+
+
+def differing_schedule(compared: Sequence[Group]) -> dict[str, str]:
+    """The settings of ``SCHEDULE`` in which groups differ, with their titles."""
+    keys = differing([group.settings for group in compared])
+    return {key: title for key, title in SCHEDULE.items() if key in keys}
+
+
+def schedule_cells(group: Group, schedule: Iterable[str]) -> list[str]:
+    """A group's values of some settings, as texts for a table."""
+    return [value_text(group.settings.get(key, UNSET)) for key in schedule]
+
+
+def split_text(settings: Mapping[str, Any]) -> str:
+    """Describe how the data were split: the partition and its parameters, or the sites' data."""
+    if settings.get("engine") == "flower" and settings.get("flower.data") == "sites":
+        return "local data of the sites"
+    parts = [value_text(settings.get("partition.kind", UNSET))]
+    for name in ("alpha", "shards", "classes_per_client"):
+        key = f"partition.{name}"
+        if key in settings:
+            parts.append(f"{name} {value_text(settings[key])}")
+    return " ".join(parts)

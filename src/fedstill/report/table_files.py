@@ -28,7 +28,15 @@ from fedstill.core.files import (
     write_whole,
 )
 from fedstill.metrics.ranks import Difference, paired_difference
-from fedstill.report.summary import NONE, Column, measured_columns, ranked, rounds_note
+from fedstill.report.summary import (
+    NONE,
+    Column,
+    differing_schedule,
+    measured_columns,
+    ranked,
+    rounds_note,
+    schedule_cells,
+)
 from fedstill.running.frame import frame_of_clients, frame_of_events
 from fedstill.running.journal import (
     JOURNAL,
@@ -38,15 +46,7 @@ from fedstill.running.journal import (
     read_journal,
 )
 from fedstill.running.packs import readable
-from fedstill.running.runs import (
-    Group,
-    Run,
-    Spread,
-    differing_schedule,
-    find,
-    label_runs,
-    schedule_cells,
-)
+from fedstill.running.runs import Group, Run, Spread, find, label_runs
 from fedstill.running.trackers import AboutRun, HowEnded, RoundNumbers, TensorBoard, Tracker
 
 if TYPE_CHECKING:

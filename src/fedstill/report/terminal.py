@@ -24,14 +24,16 @@ from fedstill.report.summary import (
     NONE,
     PERSONAL,
     Column,
+    differing_schedule,
     is_measured,
     own_columns,
     ranked,
     rounds_note,
+    schedule_cells,
 )
 from fedstill.running.observers import task_label_counts
 from fedstill.running.preparation import Prepared
-from fedstill.running.runs import Group, differing_schedule, schedule_cells
+from fedstill.running.runs import Group
 from fedstill.running.split_file import StoredSplit
 
 SHADES = " ░▒▓█"

@@ -585,21 +585,6 @@ def _differs(key: str, settings: Sequence[Mapping[str, Any]]) -> bool:
     return any(values.get(key, UNSET) != first for values in settings)
 
 
-SCHEDULE = {"topology.kind": "topology", "rounds": "rounds"}
-"""Settings with defaults that depend on the method, and their titles."""
-
-
-def differing_schedule(compared: Sequence[Group]) -> dict[str, str]:
-    """The settings of ``SCHEDULE`` in which groups differ, with their titles."""
-    keys = differing([group.settings for group in compared])
-    return {key: title for key, title in SCHEDULE.items() if key in keys}
-
-
-def schedule_cells(group: Group, schedule: Iterable[str]) -> list[str]:
-    """A group's values of some settings, as texts for a table."""
-    return [value_text(group.settings.get(key, UNSET)) for key in schedule]
-
-
 def value_text(value: Any) -> str:
     """A value of a config as a text, close to its form in TOML."""
     if isinstance(value, bool):
@@ -629,18 +614,6 @@ def _group(label: str, members: Sequence[Run]) -> Group:
 def _progress(run: Run) -> tuple[bool, int]:
     """A key by which the more complete of two runs is the larger one."""
     return run.finished, len(run.rounds)
-
-
-def split_text(settings: Mapping[str, Any]) -> str:
-    """Describe how the data were split: the partition and its parameters, or the sites' data."""
-    if settings.get("engine") == "flower" and settings.get("flower.data") == "sites":
-        return "local data of the sites"
-    parts = [value_text(settings.get("partition.kind", UNSET))]
-    for name in ("alpha", "shards", "classes_per_client"):
-        key = f"partition.{name}"
-        if key in settings:
-            parts.append(f"{name} {value_text(settings[key])}")
-    return " ".join(parts)
 
 
 def group_labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
