@@ -76,39 +76,24 @@ FREQUENT = 0.8
 """From this share of the test examples on, a class is so frequent that accuracy says little."""
 
 
-@dataclass(frozen=True)
-class FrequentClass:
-    """A class with most of the test examples, and its share of them."""
-
-    name: str
-    share: float
-
-
-def frequent_class(classes: Sequence[str], test_counts: Sequence[int]) -> FrequentClass | None:
-    """The class that is so frequent in a test set that accuracy says little; None without one.
-
-    test_counts: test examples by class (C,).
-    """
-    total = sum(test_counts)
-    if not total:
-        return None
-    largest = max(test_counts)
-    if largest < FREQUENT * total:
-        return None
-    return FrequentClass(classes[list(test_counts).index(largest)], largest / total)
-
-
 def frequent_class_warning(
     settings: Settings, classes: Sequence[str], test_counts: Sequence[int]
 ) -> str:
     """A warning about a class so frequent that accuracy says little; empty without one, and for a
     run that another metric ranks.
+
+    test_counts: test examples by class (C,).
     """
-    frequent = frequent_class(classes, test_counts)
-    if frequent is None or settings.rank_by != ACCURACY:
+    total = sum(test_counts)
+    if not total or settings.rank_by != ACCURACY:
         return ""
+    largest = max(test_counts)
+    if largest < FREQUENT * total:
+        return ""
+    share = largest / total
+    frequent = classes[list(test_counts).index(largest)]
     return (
-        f"data: {100 * frequent.share:.1f} % of the test examples are of class {frequent.name!r}, "
+        f"data: {100 * share:.1f} % of the test examples are of class {frequent!r}, "
         "so accuracy says little: a model that always predicts it reaches as much; set "
         'metrics = ["balanced_accuracy", "auc"] and rank_by = "balanced_accuracy"'
     )
