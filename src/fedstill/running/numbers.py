@@ -127,6 +127,10 @@ class Numbers:
     values: Values
     coordinates: Coordinates
 
+    def by_index(self, axis: str) -> dict[int, float]:
+        """The values by their indices on an axis; of several at an index, the last one."""
+        return dict(zip(self.coordinates[axis].tolist(), self.values.tolist(), strict=True))
+
 
 @dataclass(frozen=True)
 class EpochNumbers:
@@ -210,8 +214,7 @@ class RunNumbers:
         """A metric of the whole federation by round; round 0 is before training."""
         curve: dict[int, float] = {}
         for column in self._with_axes(metric, ROUND_AXES):
-            rounds = column.coordinates["round"].tolist()
-            curve.update(zip(rounds, column.values.tolist(), strict=True))
+            curve |= column.by_index("round")
         return dict(sorted(curve.items()))
 
     @property
@@ -446,11 +449,8 @@ def _values_in_order(column: Numbers) -> list[float | None]:
     """The values of a column; by epoch, with None for an epoch that was not measured."""
     if "epoch" not in column.coordinates:
         return list(column.values.tolist())
-    epochs = column.coordinates["epoch"].tolist()
-    values: list[float | None] = [None] * (1 + max(epochs, default=-1))
-    for epoch, value in zip(epochs, column.values.tolist(), strict=True):
-        values[epoch] = value
-    return values
+    by_epoch = column.by_index("epoch")
+    return [by_epoch.get(epoch) for epoch in range(1 + max(by_epoch, default=-1))]
 
 
 class Look:
@@ -533,7 +533,7 @@ class Look:
     def _by_index(self, metric: str, axis: str) -> dict[int, float]:
         numbers: dict[int, float] = {}
         for column in self._with_axes(metric, axis):
-            numbers |= zip(column.coordinates[axis].tolist(), column.values.tolist(), strict=True)
+            numbers |= column.by_index(axis)
         return numbers
 
     def _by_other_index(self, metric: str, axis: str, index: int, other: str) -> dict[int, float]:
