@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from fedstill.core.reports import REASONS
 from fedstill.methods.fit import FIT
@@ -55,13 +56,26 @@ def untaught(runs: Mapping[str, Sequence[Run]]) -> str:
     """
     parts = []
     for label, group_runs in runs.items():
-        without_teacher = sum(run.query_count.without_teacher for run in group_runs)
-        queries = sum(run.query_count.total for run in group_runs)
+        counts = list(chain.from_iterable(map(teacher_counts, group_runs)))
+        without_teacher = counts.count(0)
         if without_teacher:
-            parts.append(f"{label}, {without_teacher} of {queries}")
+            parts.append(f"{label}, {without_teacher} of {len(counts)}")
     if not parts:
         return ""
     return f"Queries without a teacher (included in all results): {'; '.join(parts)}."
+
+
+def teacher_counts(run: Run) -> list[float | None]:
+    """The number of teachers of each query that a method answered by choosing teachers."""
+    queries = {(asked.round, asked.client) for asked in run.numbers.client_reports("query")}
+    if not queries:
+        return []
+    teachers: dict[tuple[int, int], float | None] = {}
+    for taught in run.numbers.client_reports("teachers"):
+        query = (taught.round, taught.client)
+        if query in queries:
+            (teachers[query],) = taught.values
+    return list(teachers.values())
 
 
 # The queries of each client with their reasons, and results by round if clients query repeatedly.

@@ -108,14 +108,6 @@ def _took_part(directory: Path, client: int) -> bool:
 
 
 @dataclass(frozen=True)
-class QueryCount:
-    """How many queries clients asked, and how many of them had no teacher."""
-
-    without_teacher: int
-    total: int
-
-
-@dataclass(frozen=True)
 class Run:
     """One run, read from its directory."""
 
@@ -216,20 +208,6 @@ class Run:
     def has_personal_models(self) -> bool:
         """Whether clients have personal models that were evaluated."""
         return any("personal_clients" in event for event in self.rounds)
-
-    @property
-    def query_count(self) -> QueryCount:
-        """The number of queries that a method answered by choosing teachers."""
-        queries = {(asked.round, asked.client) for asked in self.numbers.client_reports("query")}
-        if not queries:
-            return QueryCount(without_teacher=0, total=0)
-        teachers: dict[tuple[int, int], float | None] = {}
-        for taught in self.numbers.client_reports("teachers"):
-            query = (taught.round, taught.client)
-            if query in queries:
-                (teachers[query],) = taught.values
-        without_teacher = sum(count == 0 for count in teachers.values())
-        return QueryCount(without_teacher=without_teacher, total=len(teachers))
 
 
 def _if_any(event: Event) -> list[Event]:
