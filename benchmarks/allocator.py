@@ -1,60 +1,77 @@
-"""What keeping freed memory is worth:
+"""The gain from keeping freed memory:
 ``python -m benchmarks.allocator [--workloads W1,W4] [--pairs 3]``.
 
-Each contestant is a process of its own; they take turns, one round each. Ratios are of the same
-turn.
+One contestant returns freed memory to the operating system, the other one keeps it. Each is a
+process of its own; they take turns, one round each.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
+from collections.abc import Sequence
 
-from benchmarks.speed import Contestant, spread
+from benchmarks.contestants import Contestant, Training, run_in_turns
+from benchmarks.options import names_among, option_parser
+from benchmarks.turns import ratios, spread
 from benchmarks.workloads import WORKLOADS
 from fedstill.engines.hardware import KEEP_FREED
 from fedstill.report import terminal
 
 
-def measure(name: str, pairs: int) -> list[tuple[str, ...]]:
-    """Rows of a workload: how, seconds a round, how many times as fast as handing memory back, peak
-    memory.
-    """
-    running = {}
-    for label, value in (("handed back", "0"), ("kept", "1")):
-        os.environ[KEEP_FREED] = value
-        running[label] = Contestant(
-            label, name, WORKLOADS[name].methods[0], {"engine": "pooled"}, 1 + pairs
-        )
-        running[label].ask("round")
-    for _ in range(pairs):
-        for one in running.values():
-            one.seconds.append(one.ask("round"))
-    base = running["handed back"].seconds
+def started(label: str, keep_freed: str, training: Training) -> Contestant:
+    """A contestant after its warm-up. It inherits the value of the environment variable."""
+    os.environ[KEEP_FREED] = keep_freed
+    contestant = Contestant(label, training)
+    contestant.warm_up()
+    return contestant
+
+
+def measure(name: str, pairs: int) -> list[Sequence[str]]:
+    """The rows of a workload."""
+    training = Training(
+        workload=name,
+        method=WORKLOADS[name].methods[0],
+        changes={"engine": "pooled"},
+        rounds=1 + pairs,
+    )
+    returning = started("handed back", "0", training)
+    keeping = started("kept", "1", training)
+    run_in_turns((returning, keeping), pairs)
+
     rows = []
-    for label, one in running.items():
-        ratios = [b / s for b, s in zip(base, one.seconds, strict=True)]
+    for contestant in (returning, keeping):
+        memory = contestant.request("peak memory")
         rows.append(
             (
-                f"{name}, {label}",
-                spread(one.seconds),
-                spread(ratios),
-                f"{one.ask('memory') / 1e6:,.0f} MB",
+                f"{name}, {contestant.name}",
+                spread(contestant.seconds),
+                spread(ratios(returning.seconds, contestant.seconds)),
+                f"{memory / 1e6:,.0f} MB",
             )
         )
-        one.end()
+        contestant.end()
     return rows
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--workloads", default="W1,W4", help="which, e.g. W1,W4")
+def main() -> None:
+    """Measure the workloads, and print one table."""
+    parser = option_parser(__doc__)
     parser.add_argument(
-        "--pairs", type=int, default=3, help="rounds of each, in turn, after one to warm up"
+        "--workloads",
+        type=names_among(WORKLOADS),
+        default="W1,W4",
+        help="the workloads (default: W1,W4)",
     )
-    asked = parser.parse_args()
-    rows = [row for name in asked.workloads.split(",") for row in measure(name, asked.pairs)]
-    heads = ["freed memory", "seconds a round", "times the speed", "peak memory"]
-    terminal.console().print(terminal.PlainTable(heads, rows))
+    parser.add_argument(
+        "--pairs", type=int, default=3, help="rounds of each contestant after the warm-up"
+    )
+    options = parser.parse_args()
+    rows = []
+    for name in options.workloads:
+        rows += measure(name, options.pairs)
+    head = ["freed memory", "seconds a round", "times the speed", "peak memory"]
+    terminal.console().print(terminal.PlainTable(head, rows))
+
+
+if __name__ == "__main__":
+    main()

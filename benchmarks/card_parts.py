@@ -1,4 +1,4 @@
-"""The measurements of ``benchmarks.card``. Each of them runs in a process of its own:
+"""The parts of ``benchmarks.card``. Each of them runs in a process of its own:
 ``python -m benchmarks.card_parts NAME JSON`` prints its result as one line of JSON.
 
 A process that receives SIGINT reports the rounds and tests that it has completed.
@@ -25,8 +25,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.ours import Ours
-from benchmarks.peers.hand_out import task_of
+from benchmarks.fedstill_loop import FedstillLoop
+from benchmarks.peers.tasks import task_of
 from benchmarks.plain import PlainLoop
 from benchmarks.workloads import PAPER, WORKLOADS, Workload, write_tensors
 from fedstill import Experiment, resume, run
@@ -48,16 +48,16 @@ TRANSFORMER = "transformer"
 """The workload on texts, which is defined here."""
 
 DIGEST_AFTER = 3
-"""The round whose model two rows of the same training are compared by."""
+"""The round after which the models of two rows are compared."""
 
 RESUMED_ROUNDS = 3
 
 
-# Workloads: their data are made once, and read by the following processes.
+# Workloads. The first process that needs their data writes them, the others read them.
 
 
 def workload_of(name: str, *, quick: bool) -> Workload:
-    """A workload; with ``quick``, one with ten clients, of which two train one epoch."""
+    """A workload; with ``quick``, a smaller one with ten clients, two of which train one epoch."""
     workload = WORKLOADS[name]
     if not quick:
         return workload
@@ -108,7 +108,7 @@ def transformer_experiment(method: str, *, quick: bool, **changes: Any) -> Exper
 
 
 class Contestant(Protocol):
-    """What is timed: fedstill, or the plain loop."""
+    """The program that is timed: fedstill, or the plain loop."""
 
     def run_round(self) -> None:
         """Train one round."""
@@ -119,9 +119,9 @@ class Contestant(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Which training is timed, and for how many rounds.
+    """The training that is timed.
 
-    ``quick``: a smaller workload. ``data``: the folder with the images of workloads.
+    ``quick``: whether the workload is smaller. ``data``: the folder with the images of workloads.
     """
 
     workload: str
@@ -135,9 +135,11 @@ class Training:
 
     def prepared(self) -> Prepared:
         """The prepared run. The plain loop takes its data on the CPU."""
-        method, device = self.method, self.device
+        method = self.method
+        device = self.device
         if method == PLAIN:
-            method, device = "fedavg", "cpu"
+            method = "fedavg"
+            device = "cpu"
         changes = {"device": device, "precision": self.precision, "engine": self.engine}
         if self.workload == TRANSFORMER:
             texts = 5000
@@ -153,7 +155,7 @@ class Training:
     def contestant(self, prepared: Prepared) -> Contestant:
         """The program that trains."""
         if self.method != PLAIN:
-            return Ours(prepared)
+            return FedstillLoop(prepared)
         network = contract.build(prepared.world.model(SERVER)).to(self.device)
         return PlainLoop(task_of(prepared, self.rounds), network)
 
@@ -200,7 +202,7 @@ def rounds(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _engine_notes() -> Iterator[set[str]]:
-    """The messages of the engine within the block, e.g. why a step is not recorded."""
+    """The messages of the engine during the block, e.g. the reason why a step is not recorded."""
     messages: set[str] = set()
     handler = logging.Handler()
 
@@ -256,9 +258,9 @@ class StopAfter(Quiet):
 
 
 def resumes(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether runs that were stopped after a stage end with the bits of uninterrupted ones.
+    """Check that runs that were stopped after a stage end with the bits of uninterrupted runs.
 
-    Raises SystemExit with the names of those that do not.
+    Raises SystemExit with the names of the runs that do not.
     """
     same = {}
     for name, method in fields["runs"]:
@@ -276,16 +278,16 @@ def resumes(fields: Mapping[str, Any]) -> dict[str, Any]:
 def resumes_to_same_bits(experiment: Experiment, dataset: Dataset) -> bool:
     """Whether a run that is stopped after its second stage ends with the same model and journal."""
     with tempfile.TemporaryDirectory(prefix="card-") as name:
-        whole = Path(name) / "whole"
+        uninterrupted = Path(name) / "uninterrupted"
         stopped = Path(name) / "stopped"
-        run(experiment, whole, dataset, watch=Quiet())
+        run(experiment, uninterrupted, dataset, watch=Quiet())
         try:
             run(experiment, stopped, dataset, watch=StopAfter(2))
         except Interrupted:
             resume(stopped, dataset, watch=Quiet())
         else:
             raise SystemExit("a run ended before it was stopped")
-        return _bits(whole) == _bits(stopped)
+        return _bits(uninterrupted) == _bits(stopped)
 
 
 def _bits(folder: Path) -> tuple[str, list[dict[str, Any]]]:
@@ -305,7 +307,7 @@ def suite(fields: Mapping[str, Any]) -> dict[str, Any]:
     """
     import pytest
 
-    # Other plugins that happen to be installed may break the tests.
+    # Other plugins that are installed may break the tests.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     processes: list[str] = []
     if fields["processes"] > 1 and find_spec("xdist"):
@@ -341,7 +343,7 @@ PARTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Carry out one part; 1 if tests failed."""
+    """Run one part; 1 if tests failed."""
     name, fields = arguments
     result = PARTS[name](json.loads(fields))
     print(json.dumps(result), flush=True)

@@ -1,18 +1,18 @@
-"""A test set in one thread and with its shards side by side, each with one torch thread, as in a
-comparison's runs.
+"""The evaluation of 2,000 test images in one thread, and with parts of the test set side by side:
+``python -m benchmarks.evaluation [--models cnn,simple_cnn,mlp] [--pairs 5]``.
 
-``python -m benchmarks.evaluation [--models cnn,simple_cnn,mlp] [--pairs 5]``: 2,000 images. Both
-take turns.
+Both use one torch thread in each part, as the runs of a comparison do. They take turns.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from benchmarks.speed import spread
+from benchmarks.options import option_parser
+from benchmarks.turns import ratios, seconds_in_turns, spread
 from fedstill.core.records import Examples
 from fedstill.data.inputs import Inputs
 from fedstill.engines.hardware import cores, keep_freed_memory, torch_threads
@@ -21,38 +21,49 @@ from fedstill.models.contract import initial, spec_for
 from fedstill.models.predictors import predictor
 from fedstill.report import terminal
 
-IMAGES, SHAPE, CLASSES = 2_000, (3, 32, 32), 10
+IMAGES = 2_000
+IMAGE_SHAPE = (3, 32, 32)
+CLASSES = 10
+
+BASE = "one thread"
 
 
-def measure(model: str, pairs: int) -> list[tuple[str, ...]]:
-    """Rows of a model: how, seconds, times as fast as one thread."""
-    spec = spec_for(model, SHAPE, CLASSES)
+def measure(model: str, pairs: int) -> list[Sequence[str]]:
+    """The rows of a model: seconds, and how many times as fast as one thread."""
+    spec = spec_for(model, IMAGE_SHAPE, CLASSES)
     predict = predictor(spec, initial(spec, 0))
-    test = Examples(torch.rand(IMAGES, *SHAPE), torch.randint(CLASSES, (IMAGES,)))
-    ways = {"one thread": 1, f"side by side, {cores()} cores": cores()}
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    images = torch.rand(IMAGES, *IMAGE_SHAPE)
+    labels = torch.randint(CLASSES, (IMAGES,))
+    evaluate = partial(correct_by_example, predict, Examples(images, labels), Inputs())
+    contestants = {
+        BASE: partial(evaluate, 1),
+        f"side by side, {cores()} cores": partial(evaluate, cores()),
+    }
     with torch_threads(1):
-        for turn in range(1 + pairs):
-            for way, workers in ways.items():
-                began = time.perf_counter()
-                correct_by_example(predict, test, Inputs(), workers)
-                seconds[way] += [time.perf_counter() - began] if turn else []
-    base = seconds["one thread"]
-    ratios = {way: [b / s for b, s in zip(base, own, strict=True)] for way, own in seconds.items()}
-    return [(f"{model}, {way}", spread(own), spread(ratios[way])) for way, own in seconds.items()]
+        seconds = seconds_in_turns(contestants, pairs)
+    return [
+        (f"{model}, {name}", spread(passes), spread(ratios(seconds[BASE], passes)))
+        for name, passes in seconds.items()
+    ]
+
+
+def main() -> None:
+    """Measure the models, and print one table."""
+    parser = option_parser(__doc__)
+    parser.add_argument(
+        "--models", default="cnn,simple_cnn,mlp", help="the models (default: cnn,simple_cnn,mlp)"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=5, help="evaluations of each kind after the warm-up"
+    )
+    options = parser.parse_args()
+    keep_freed_memory()
+    rows = []
+    for model in options.models.split(","):
+        rows += measure(model, options.pairs)
+    head = ["2,000 test images", "seconds", "times the speed"]
+    terminal.console().print(terminal.PlainTable(head, rows))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", default="cnn,simple_cnn,mlp", help="which, e.g. cnn,mlp")
-    parser.add_argument(
-        "--pairs", type=int, default=5, help="passes of each, in turn, after one to warm up"
-    )
-    asked = parser.parse_args()
-    keep_freed_memory()
-    rows = [row for name in asked.models.split(",") for row in measure(name, asked.pairs)]
-    terminal.console().print(
-        terminal.PlainTable(["2,000 test images", "seconds", "times the speed"], rows)
-    )
+    main()

@@ -1,94 +1,104 @@
-"""What replaying recorded steps gains on a CUDA card: rounds with and without, in turn.
+"""The gain from replaying recorded steps on a CUDA card:
+``python -m benchmarks.replayed [--pairs 3] [--precisions fp32,bf16]``.
 
-``python -m benchmarks.replayed [--pairs 3] [--precisions fp32,bf16]``: W1 and the chain W2, in each
-arithmetic. The models at the end are compared to the bit.
+Rounds of W1 and of the chain W2, with and without recorded steps, in turn, in each precision. The
+benchmark also prints whether the final models have the same bits.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import time
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from benchmarks.ours import Ours
+from benchmarks.fedstill_loop import FedstillLoop
+from benchmarks.options import names_among, option_parser
+from benchmarks.turns import ratios, seconds_in_turns
 from benchmarks.workloads import WORKLOADS
 from fedstill.config.resolve import resolve
 from fedstill.engines.hardware import REPLAY
 from fedstill.report import terminal
 from fedstill.running.preparation import prepare
 
-ROWS = (("W1", "fedavg"), ("W1", "fedntd"), ("W1", "fedadkd"), ("W2", "fedseq"), ("W2", "sfedkd"))
+METHODS = {"W1": ("fedavg", "fedntd", "fedadkd"), "W2": ("fedseq", "sfedkd")}
+"""The methods by workload."""
+
+HEAD = ["", "kernel by kernel, s", "replayed, s", "times as fast", "same bits"]
 
 
-def seconds(one: Ours, replay: bool) -> float:
-    """Seconds of a round."""
-    os.environ[REPLAY] = "1" if replay else "0"
-    began = time.perf_counter()
-    one.run_round()
+def run_round(loop: FedstillLoop, replay: str) -> None:
+    """Train a round, with recorded steps if ``replay`` is 1."""
+    os.environ[REPLAY] = replay
+    loop.run_round()
     torch.cuda.synchronize()
-    return time.perf_counter() - began
 
 
-def measured(
-    workload: str, method: str, precision: str, pairs: int
-) -> tuple[list[float], list[float], bool]:
-    """Seconds of rounds launched kernel by kernel, of rounds replayed, and whether their models are
-    the same.
-    """
-    made = WORKLOADS[workload]
-    data = made.dataset()
-    asked = [made.experiment(method, device="cuda", precision=precision) for _ in range(2)]
-    plain, replayed = (Ours(prepare(resolve(one), data)) for one in asked)
-    times: tuple[list[float], list[float]] = ([], [])
+def measure(workload_name: str, method: str, precision: str, pairs: int) -> Sequence[str]:
+    """The row of a method in a precision."""
+    workload = WORKLOADS[workload_name]
+    dataset = workload.dataset()
+    experiment = workload.experiment(method, device="cuda", precision=precision)
+    plain = FedstillLoop(prepare(resolve(experiment), dataset))
+    replayed = FedstillLoop(prepare(resolve(experiment), dataset))
+    contestants = {
+        "plain": partial(run_round, plain, "0"),
+        "replayed": partial(run_round, replayed, "1"),
+    }
     with closing(plain.engine), closing(replayed.engine):
-        for _ in range(pairs + 1):
-            times[0].append(seconds(plain, replay=False))
-            times[1].append(seconds(replayed, replay=True))
-    other = replayed.parameters()
+        seconds = seconds_in_turns(contestants, pairs)
+
+    speed_up = ratios(seconds["plain"], seconds["replayed"])
+    answer = "NO"
+    if same_bits(plain.parameters(), replayed.parameters()):
+        answer = "yes"
     return (
-        times[0][1:],
-        times[1][1:],
-        all(torch.equal(v, other[k]) for k, v in plain.parameters().items()),
+        f"{workload_name}, {method}, {precision}",
+        f"{statistics.median(seconds['plain']):.3f}",
+        f"{statistics.median(seconds['replayed']):.3f}",
+        f"{statistics.median(speed_up):.2f} ({min(speed_up):.2f}–{max(speed_up):.2f})",
+        answer,
     )
+
+
+def same_bits(model: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> bool:
+    """Whether two models have the same bits."""
+    return all(torch.equal(value, reference[name]) for name, value in model.items())
 
 
 def main() -> None:
-    """Print one row a workload, method and arithmetic."""
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument(
-        "--pairs", type=int, default=3, help="rounds of each, in turn, after one to warm up"
+    """Print a row for each workload, method and precision."""
+    precisions = ["fp32", "bf16", "tf32"]
+    parser = option_parser(__doc__)
+    parser.add_argument(
+        "--pairs", type=int, default=3, help="rounds of each kind after the warm-up"
     )
-    options.add_argument("--precisions", default="fp32,bf16")
-    given = options.parse_args()
+    parser.add_argument(
+        "--precisions",
+        type=names_among(precisions),
+        default="fp32,bf16",
+        help="the precisions (default: fp32,bf16)",
+    )
+    options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit(
-            "benchmarks.replayed: torch sees no CUDA device here, and steps are replayed on one "
-            "only"
-        )
+        parser.error("torch sees no CUDA device here, and only there steps are replayed")
     rows = []
-    for workload, method in ROWS:
-        for precision in given.precisions.split(","):
-            plain, replayed, same = measured(workload, method, precision, given.pairs)
-            ratios = [a / b for a, b in zip(plain, replayed, strict=True)]
-            shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
-            each = [f"{statistics.median(times):.3f}" for times in (plain, replayed)]
-            rows.append(
-                (f"{workload}, {method}, {precision}", *each, shown, "yes" if same else "NO")
-            )
+    for workload, methods in METHODS.items():
+        for method in methods:
+            rows += [
+                measure(workload, method, precision, options.pairs)
+                for precision in options.precisions
+            ]
     screen = terminal.console()
     screen.print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; median over {given.pairs} "
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; median over {options.pairs} "
         "pairs of rounds"
     )
-    screen.print(
-        terminal.PlainTable(
-            ["", "kernel by kernel, s", "replayed, s", "times as fast", "same bits"], rows
-        )
-    )
+    screen.print(terminal.PlainTable(HEAD, rows))
 
 
 if __name__ == "__main__":

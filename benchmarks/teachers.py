@@ -11,14 +11,14 @@ clock and in processor seconds of all threads. Other programs disturb the latter
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.ours import Ours
-from benchmarks.speed import spread
+from benchmarks.fedstill_loop import FedstillLoop
+from benchmarks.options import integers, option_parser
+from benchmarks.turns import ratios, spread
 from benchmarks.workloads import WORKLOADS, Workload
 from fedstill.config.resolve import resolve
 from fedstill.engines.devices import has_bfloat16
@@ -35,7 +35,7 @@ class Contestant:
     """A run that takes turns with others, and the times of its rounds."""
 
     name: str
-    run: Ours
+    run: FedstillLoop
     seconds: list[float] = field(default_factory=list)
     processor_seconds: list[float] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ def contestants(chain: Workload, ks: Sequence[int], augment: list[str]) -> list[
     data = chain.dataset()
     fedseq = chain.experiment("fedseq", data={"augment": augment})
     return [
-        Contestant(name, Ours(prepare(resolve(replace(fedseq, **changes)), data)))
+        Contestant(name, FedstillLoop(prepare(resolve(replace(fedseq, **changes)), data)))
         for name, changes in settings.items()
     ]
 
@@ -95,23 +95,20 @@ def rows(entrants: Sequence[Contestant], repeats: int) -> list[tuple[str, ...]]:
     ]
 
 
-def ratios(seconds: Sequence[float], base: Sequence[float]) -> list[float]:
-    """The ratio of each turn."""
-    return [a / b for a, b in zip(seconds, base, strict=True)]
-
-
 def main() -> None:
     """Print a table for cached logits, and one for others."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("clients", 10), ("images", 500), ("epochs", 5), ("repeats", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--k", default="1,3,5,7,10", help="numbers of teachers")
+    parser = option_parser(__doc__)
+    parser.add_argument("--clients", type=int, default=10, help="clients of the chain")
+    parser.add_argument("--images", type=int, default=500, help="images of a client")
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3, help="rounds of each after the warm-up")
+    parser.add_argument("--k", type=integers, default="1,3,5,7,10", help="numbers of teachers")
     parser.add_argument("--table", choices=AUGMENTATIONS, help="only one of the two tables")
     options = parser.parse_args()
-    ks = [int(k) for k in options.k.split(",")]
-    if max(ks) > options.clients:
+    if max(options.k) > options.clients:
         parser.error(
-            f"--k {max(ks)}: a chain of {options.clients} clients leaves no more teachers than that"
+            f"--k {max(options.k)}: a chain of {options.clients} clients has at most so many "
+            "teachers"
         )
 
     chain = workload(options.clients, options.images, options.epochs)
@@ -122,7 +119,7 @@ def main() -> None:
     for table, augment in AUGMENTATIONS.items():
         if options.table in (None, table):
             titles = [table, "seconds a round", "times FedSeq's", "processor, times FedSeq's"]
-            cells = rows(contestants(chain, ks, augment), options.repeats)
+            cells = rows(contestants(chain, options.k, augment), options.repeats)
             screen.print(terminal.PlainTable(titles, cells))
 
 

@@ -1,91 +1,104 @@
-"""What it is worth that torch's threads fall asleep soon:
+"""The gain from letting torch's waiting threads sleep soon:
 ``python -m benchmarks.waiting [--busy 0,1,2] [--pairs 3]``.
 
-Rounds of a chain (W2, two clients, one epoch) and of stacked clients (W4), with a torch thread a
-core (``threads = [1, cores]``), alone and beside processes that do nothing but take time, with GNU
-OpenMP's own waiting and with fedstill's. Every measurement is a process of its own.
+Rounds of a chain (W2 with two clients and one epoch) and of stacked clients (W4), with one torch
+thread for each core (``threads = [1, cores]``). They run alone and next to processes that keep a
+core busy, with the default of GNU OpenMP and with fedstill's. Each measurement is a process of its
+own.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
-from benchmarks.speed import spread
+from benchmarks.options import integers, option_parser
+from benchmarks.turns import ratios, spread
 from fedstill.engines.hardware import cores
 from fedstill.report import terminal
 
-HOWS = {"the library's": "import torch, fedstill", "fedstill's": "import fedstill"}
-"""What is imported first decides: the library reads its setting when torch loads it."""
+IMPORTS = {"the library's": "import torch, fedstill", "fedstill's": "import fedstill"}
+"""The first import decides, because OpenMP reads its setting when torch loads it."""
+
 ROUNDS = {"W2": 4, "W4": 20}
-CODE = """
-import sys, time
+"""The rounds of a measurement, by workload."""
+
+NOT_INHERITED = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+"""Variables of the environment that would replace both defaults."""
+
+PROGRAM = """
+import sys
 from dataclasses import replace
-from benchmarks.ours import Ours
+from benchmarks.fedstill_loop import FedstillLoop
+from benchmarks.turns import seconds_of
 from benchmarks.workloads import WORKLOADS
 from fedstill.engines.hardware import cores
 from fedstill.running.preparation import prepare
 from fedstill.config.resolve import resolve
-name, rounds = sys.argv[1], int(sys.argv[2])
-work = WORKLOADS[name]
+
+name = sys.argv[1]
+rounds = int(sys.argv[2])
+workload = WORKLOADS[name]
 if name == "W2":
-    work = replace(work, clients=2, sampled=2, plan={**work.plan, "epochs": 1})
-experiment = work.experiment(work.methods[0], engine="auto", threads=[1, cores()])
-run = Ours(prepare(resolve(experiment), work.dataset()))
+    plan = {**workload.plan, "epochs": 1}
+    workload = replace(workload, clients=2, sampled=2, plan=plan)
+experiment = workload.experiment(workload.methods[0], engine="auto", threads=[1, cores()])
+loop = FedstillLoop(prepare(resolve(experiment), workload.dataset()))
 for _ in range(rounds):
-    began = time.perf_counter()
-    run.run_round()
-    print(time.perf_counter() - began)
+    print(seconds_of(loop.run_round))
 """
 
 
-def seconds(workload: str, imports: str) -> float:
-    """The median round of a process, without its first half."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+def median_round(workload: str, imports: str) -> float:
+    """The median seconds of a round in a new process, without the first half of the rounds."""
+    variables = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
     rounds = ROUNDS[workload]
-    command = [sys.executable, "-c", imports + CODE, workload, str(rounds)]
-    done = subprocess.run(command, env=kept, capture_output=True, text=True, check=True)
-    return statistics.median(map(float, done.stdout.split()[rounds // 2 :]))
+    command = [sys.executable, "-c", imports + PROGRAM, workload, str(rounds)]
+    process = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    seconds = [float(line) for line in process.stdout.split()]
+    return statistics.median(seconds[rounds // 2 :])
 
 
 @contextmanager
-def beside(count: int) -> Iterator[None]:
-    """So many busy processes while something is measured."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
+def busy_processes(count: int) -> Iterator[None]:
+    """Keep so many processes busy during the block."""
+    command = [sys.executable, "-c", "while True: pass"]
+    with ExitStack() as stack:
+        for _ in range(count):
+            process = stack.enter_context(subprocess.Popen(command))
+            stack.callback(process.kill)
         yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
+
+
+def measure(workload: str, busy: int, turns: int) -> Sequence[str]:
+    """The row of a workload next to some busy processes."""
+    seconds: dict[str, list[float]] = {name: [] for name in IMPORTS}
+    with busy_processes(busy):
+        for _ in range(turns):
+            for name, imports in IMPORTS.items():
+                seconds[name].append(median_round(workload, imports))
+    speed_up = ratios(seconds["the library's"], seconds["fedstill's"])
+    return workload, str(busy), *map(spread, seconds.values()), spread(speed_up)
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    """Measure all rows, and print one table."""
+    parser = option_parser(__doc__)
+    parser.add_argument(
+        "--busy", type=integers, default="0,1,2", help="numbers of busy processes (default: 0,1,2)"
     )
-    parser.add_argument("--busy", default="0,1,2", help="busy processes beside it")
-    parser.add_argument("--pairs", type=int, default=3, help="turns")
-    asked = parser.parse_args()
+    parser.add_argument("--pairs", type=int, default=3, help="measurements of each default")
+    options = parser.parse_args()
     rows = []
     for workload in ROUNDS:
-        for busy in map(int, asked.busy.split(",")):
-            taken: dict[str, list[float]] = {how: [] for how in HOWS}
-            with beside(busy):
-                for _ in range(asked.pairs):
-                    for how, imports in HOWS.items():
-                        taken[how].append(seconds(workload, imports))
-            ratios = [a / b for a, b in zip(*taken.values(), strict=True)]
-            rows.append((workload, str(busy), *map(spread, taken.values()), spread(ratios)))
+        rows += [measure(workload, busy, options.pairs) for busy in options.busy]
     screen = terminal.console()
-    screen.print(f"{cores()} cores; seconds a round, median (min–max) over {asked.pairs} turns")
-    screen.print(terminal.PlainTable(["", "busy beside it", *HOWS, "times as fast"], rows))
+    screen.print(f"{cores()} cores; seconds a round, median (min–max) over {options.pairs} turns")
+    screen.print(terminal.PlainTable(["", "busy beside it", *IMPORTS, "times as fast"], rows))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""What every contestant is given and gives back. It needs torch and safetensors alone: peers'
-environments load it.
+"""The task of all contestants, and the report of each. It needs only torch and safetensors, since
+it is imported in the environments of other libraries.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,16 +28,36 @@ LAYERS = {
     "Linear": nn.Linear,
 }
 
+TASK = "task.json"
+"""The file of a task's settings."""
+
+RESULT = "result.json"
+"""The file of a contestant's report."""
+
+FINAL_MODEL = "final.safetensors"
+"""The file of a contestant's final global model."""
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """The images of a client (n, C, H, W), and their labels (n,)."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
 
 @dataclass(frozen=True)
 class Task:
-    """The rounds to run: examples, weights to start from, and for every round its clients and their
-    batch orders.
+    """The rounds to train: images, initial weights, and each round's clients and batch orders.
 
-    ``examples``: images (N, C, H, W) float32 and labels (N,), client after client, ``starts``
-    (clients + 1,) says from where, and the same to test on. ``initial``: a state dict. ``orders``:
-    (epochs, n) positions among a client's own examples for every "round.client". ``about``: the
-    plan, the cohorts, the rates and the layers.
+    ``about``: the plan, the clients of each round, the learning rates and the layers.
+    ``examples``: ``images`` (N, C, H, W) in float32 and ``labels`` (N,), client after client;
+    ``starts`` (clients + 1,), the position of each client's first example; ``test_images`` and
+    ``test_labels``. ``initial``: a state dict. ``orders``: for each "round.client", the order of
+    the client's examples in each epoch (epochs, n).
     """
 
     about: Mapping[str, Any]
@@ -46,57 +67,63 @@ class Task:
 
     @classmethod
     def load(cls, folder: Path) -> Task:
-        """Read a task; its tensors are mapped from the files, so that processes share them."""
-        parts = (
-            load_file(folder / f"{name}.safetensors") for name in ("examples", "initial", "orders")
+        """Read a task. Its tensors are mapped from the files, so processes share their memory."""
+        about = json.loads((folder / TASK).read_text(encoding="utf-8"))
+        return cls(
+            about=about,
+            examples=load_file(folder / "examples.safetensors"),
+            initial=load_file(folder / "initial.safetensors"),
+            orders=load_file(folder / "orders.safetensors"),
         )
-        return cls(json.loads((folder / "task.json").read_text(encoding="utf-8")), *parts)
 
     def save(self, folder: Path) -> None:
         """Write a task."""
-        for name in ("examples", "initial", "orders"):
-            save_file(dict(getattr(self, name)), folder / f"{name}.safetensors")
-        (folder / "task.json").write_text(json.dumps(dict(self.about)), encoding="utf-8")
+        save_file(dict(self.examples), folder / "examples.safetensors")
+        save_file(dict(self.initial), folder / "initial.safetensors")
+        save_file(dict(self.orders), folder / "orders.safetensors")
+        (folder / TASK).write_text(json.dumps(dict(self.about)), encoding="utf-8")
 
     @property
     def rounds(self) -> int:
-        """How many rounds to run."""
+        """The number of rounds."""
         return len(self.about["cohorts"])
 
     @property
     def clients(self) -> int:
-        """How many clients there are."""
+        """The number of clients."""
         return len(self.examples["starts"]) - 1
 
     def cohort(self, round: int) -> list[int]:
-        """The clients of a round (1 is the first)."""
+        """The clients of a round; the first round is 1."""
         return list(self.about["cohorts"][round - 1])
 
     def rate(self, round: int) -> float:
         """The learning rate of a round."""
         return float(self.about["rates"][round - 1])
 
-    def client(self, client: int) -> tuple[Tensor, Tensor]:
-        """The images and labels of a client: views, no copies."""
+    def client(self, client: int) -> Labelled:
+        """The examples of a client, as views."""
         start, end = self.examples["starts"][client : client + 2].tolist()
-        return self.examples["images"][start:end], self.examples["labels"][start:end]
+        return Labelled(self.examples["images"][start:end], self.examples["labels"][start:end])
 
     def order(self, round: int, client: int) -> Tensor:
         """The order of a client's examples in each epoch (epochs, n)."""
         return self.orders[f"{round}.{client}"]
 
     def network(self) -> nn.Module:
-        """The network of the initial weights, in plain PyTorch."""
-        body = nn.Sequential(*(LAYERS[kind](*numbers) for kind, *numbers in self.about["layers"]))
-        network = Network(body, nn.Linear(*self.about["head"]))
+        """The network in plain PyTorch, with the initial weights."""
+        layers = [LAYERS[kind](*arguments) for kind, *arguments in self.about["layers"]]
+        network = Network(nn.Sequential(*layers), nn.Linear(*self.about["head"]))
         network.load_state_dict(dict(self.initial))
         return network
 
-    def optimiser(self, parameters: Any, lr: float) -> torch.optim.SGD:
+    def optimiser(self, parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.SGD:
         """The optimiser of a client."""
-        about = self.about
         return torch.optim.SGD(
-            parameters, lr=lr, momentum=about["momentum"], weight_decay=about["weight_decay"]
+            parameters,
+            lr=lr,
+            momentum=self.about["momentum"],
+            weight_decay=self.about["weight_decay"],
         )
 
 
@@ -105,18 +132,20 @@ class Network(nn.Module):
 
     def __init__(self, body: nn.Module, head: nn.Module) -> None:
         super().__init__()
-        self.body, self.head = body, head
+        self.body = body
+        self.head = head
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (B, C) of a batch."""
         return self.head(self.body(x))
 
 
-class InOrder(Sampler[int]):
-    """The positions that are given, epoch by epoch."""
+class TaskOrder(Sampler[int]):
+    """A client's positions in the order of the task; each iteration is an epoch."""
 
     def __init__(self, order: Tensor) -> None:
-        self.length, self.epochs = order.shape[1], iter(order.tolist())
+        self.length = order.shape[1]
+        self.epochs = iter(order.tolist())
 
     def __iter__(self) -> Iterator[int]:
         return iter(next(self.epochs))
@@ -126,68 +155,88 @@ class InOrder(Sampler[int]):
 
 
 def train(task: Task, round: int, client: int, model: nn.Module) -> nn.Module:
-    """Train a model as most people write it: a DataLoader over tensors, torch.optim, the loss
-    summed up.
+    """Train a model as most people write it: a DataLoader over tensors, torch.optim, and a running
+    sum of the loss.
     """
-    order = InOrder(task.order(round, client))
-    loader = DataLoader(TensorDataset(*task.client(client)), task.about["batch"], sampler=order)
-    sgd = task.optimiser(model.train().parameters(), task.rate(round))
+    examples = task.client(client)
+    loader = DataLoader(
+        TensorDataset(examples.images, examples.labels),
+        task.about["batch"],
+        sampler=TaskOrder(task.order(round, client)),
+    )
+    optimiser = task.optimiser(model.train().parameters(), task.rate(round))
     device = next(model.parameters()).device
-    total = 0.0
+    total_loss = 0.0
     for _ in range(task.about["epochs"]):
-        for x, y in loader:
-            sgd.zero_grad()
-            loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
+        for images, labels in loader:
+            optimiser.zero_grad()
+            logits = model(images.to(device))
+            loss = nn.functional.cross_entropy(logits, labels.to(device))
             loss.backward()
-            sgd.step()
-            total += loss.item()
+            optimiser.step()
+            total_loss += loss.item()
     return model
 
 
 @cache
-def kept(folder: str) -> Task:
-    """A task, read once a process."""
+def cached_task(folder: str) -> Task:
+    """A task, which each process reads once."""
     return Task.load(Path(folder))
 
 
-class Rounds:
-    """The clock of a contestant: ``begin`` and ``end`` around each round, ``report`` after the
-    last.
+@dataclass(frozen=True)
+class Assignment:
+    """The two arguments of a contestant's program: the folder of its task, and the folder for its
+    report.
     """
+
+    folder: Path
+    report_folder: Path
+
+    @staticmethod
+    def from_arguments() -> Assignment:
+        """Read the arguments of this process."""
+        return Assignment(Path(sys.argv[1]), Path(sys.argv[2]))
+
+    def task(self) -> Task:
+        """Read the task."""
+        return Task.load(self.folder)
+
+
+class RoundClock:
+    """The times of a contestant's rounds: call ``begin`` and ``end`` around each of them."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.first_ended = 0.0
+        self._began = 0.0
 
     def begin(self) -> None:
-        """A round begins."""
+        """Call this when a round begins."""
         self._began = time.perf_counter()
 
     def end(self) -> None:
-        """A round has ended: the global model is the next one."""
+        """Call this when a round has ended, and the global model is the next one."""
         self.seconds.append(time.perf_counter() - self._began)
-        self.first_ended = self.first_ended or time.time()
+        if not self.first_ended:
+            self.first_ended = time.time()
 
-    def report(self, folder: Path, model: Mapping[str, Tensor], how: str) -> None:
-        """Write the times, the final global model and how it was run into a folder."""
-        save_file(
-            {k: v.detach().contiguous() for k, v in model.items()}, folder / "final.safetensors"
-        )
-        python = ".".join(map(str, sys.version_info[:3]))
-        said = {"seconds": self.seconds, "first_ended": self.first_ended, "how": how}
-        (folder / "result.json").write_text(
-            json.dumps({**said, "torch": torch.__version__, "python": python}), encoding="utf-8"
-        )
+    def report(self, folder: Path, model: Mapping[str, Tensor], setup: str) -> None:
+        """Write the times, the final global model and a description of the setup to a folder."""
+        values = {name: value.detach().contiguous() for name, value in model.items()}
+        save_file(values, folder / FINAL_MODEL)
+        result = {
+            "seconds": self.seconds,
+            "first_ended": self.first_ended,
+            "setup": setup,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
 
 
 def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def given() -> tuple[Task, Path, Path]:
-    """A runner's task, the folder it came from, and the folder for its report: its two
-    arguments.
-    """
-    source, out = Path(sys.argv[1]), Path(sys.argv[2])
-    return Task.load(source), source, out
+    """The number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""A contestant's runs of one workload, and whether they trained what fedstill trained."""
+"""A contestant's runs of one workload, and whether they performed the same training as fedstill."""
 
 from __future__ import annotations
 
@@ -16,96 +16,106 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.peers import processes
-from benchmarks.peers.common import Task, cores
-from benchmarks.peers.environments import Contestant
+from benchmarks.peers.common import FINAL_MODEL, RESULT, Task, cores
+from benchmarks.peers.environments import FEDSTILL, NOT_INHERITED, Contestant
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 @dataclass
 class Entry:
-    """A contestant, its interpreter, and what its runs gave; ``failure`` says why it has none."""
+    """A contestant, its interpreter, and the results of its runs.
+
+    ``failure``: why there are none. ``runs``: the seconds of each run's rounds, except the first.
+    ``starts``: the seconds of each run's start. ``peaks``: its peak memory. ``result``, ``final``:
+    the report and the global model of the last run.
+    """
 
     contestant: Contestant
     python: Path
     failure: str = ""
-    # of each run, the seconds of each round but the first
     runs: list[list[float]] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
-    said: Mapping[str, Any] = field(default_factory=dict)
+    result: Mapping[str, Any] = field(default_factory=dict)
     final: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
-    def ours(self) -> bool:
-        """Whether this is fedstill as it comes, which the others are compared with."""
-        return self.contestant.module == "run_fedstill" and not self.contestant.arguments
+    def is_fedstill(self) -> bool:
+        """Whether this is fedstill, with which the others are compared."""
+        return self.contestant == FEDSTILL
 
-    def run(self, folder: Path, seconds: float) -> None:
-        """One run of the task in a folder, within a time; one that fails is tried again. Its files
-        are gone then.
-        """
-        self._try(folder, seconds)
-        if self.failure and "not done within" not in self.failure:
-            self._try(folder, seconds)
+    @property
+    def medians(self) -> list[float]:
+        """The median round of each run."""
+        return [statistics.median(seconds) for seconds in self.runs]
 
-    def _try(self, folder: Path, seconds: float) -> None:
+    def run(self, task_folder: Path, seconds: float) -> None:
+        """Run the task once, within a time limit; a run that fails otherwise is tried again."""
+        self._try(task_folder, seconds)
+        if self.failure and processes.TIMED_OUT not in self.failure:
+            self._try(task_folder, seconds)
+
+    def _try(self, task_folder: Path, seconds: float) -> None:
         with tempfile.TemporaryDirectory(prefix="peer-") as name:
-            out = Path(name)
-            ran = processes.run(self._command(folder, out), self._settings(out), out, seconds)
-            self.failure = ran.failure or (
-                "" if (out / "result.json").exists() else "it ended without a result"
-            )
+            folder = Path(name)
+            command = self._command(task_folder, folder)
+            outcome = processes.run(command, self._environment(folder), folder, seconds)
+            self.failure = outcome.failure
+            if not self.failure and not (folder / RESULT).exists():
+                self.failure = "it ended without a result"
             if self.failure:
                 return
-            self.said = json.loads((out / "result.json").read_text(encoding="utf-8"))
-            self.final = {k: v.clone() for k, v in load_file(out / "final.safetensors").items()}
-        others = self.said["seconds"][1:]
-        self.runs.append(others)
-        self.starts.append(self.said["first_ended"] - ran.began - statistics.median(others))
-        self.peaks.append(ran.peak)
+            self.result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+            # The tensors are copied, because the folder is deleted.
+            final = load_file(folder / FINAL_MODEL)
+            self.final = {name: value.clone() for name, value in final.items()}
+        rounds = self.result["seconds"][1:]
+        first_round_ended = self.result["first_ended"] - outcome.began
+        self.runs.append(rounds)
+        self.starts.append(first_round_ended - statistics.median(rounds))
+        self.peaks.append(outcome.peak)
 
-    def _command(self, folder: Path, out: Path) -> list[str]:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(cores())]
-        module = [
-            "-m",
-            f"benchmarks.peers.{self.contestant.module}",
-            str(folder),
-            str(out),
-            *self.contestant.arguments,
-        ]
-        return [str(self.python), *(launcher if self.contestant.torchrun else []), *module]
+    def _command(self, task_folder: Path, report_folder: Path) -> list[str]:
+        command = [str(self.python)]
+        if self.contestant.torchrun:
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command += ["--nproc-per-node", str(cores())]
+        command += ["-m", f"benchmarks.peers.{self.contestant.module}"]
+        return [*command, str(task_folder), str(report_folder)]
 
-    def _settings(self, out: Path) -> dict[str, str]:
-        inherited = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
-        path = [
-            str(REPOSITORY),
-            os.environ.get("PYTHONPATH", "") if self.contestant.module == "run_fedstill" else "",
-        ]
-        places = dict.fromkeys(["RAY_TMPDIR", "FLWR_HOME", "TMPDIR"], str(out))
-        own = self.contestant.settings
-        return {
-            **inherited,
-            **places,
-            "HF_HUB_OFFLINE": "1",
-            **own,
-            "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        }
+    def _environment(self, folder: Path) -> dict[str, str]:
+        variables = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
+        variables |= dict.fromkeys(["RAY_TMPDIR", "FLWR_HOME", "TMPDIR"], str(folder))
+        variables["HF_HUB_OFFLINE"] = "1"
+        variables |= self.contestant.settings
+        path = [str(REPOSITORY)]
+        # fedstill itself may be on the path of this process.
+        if self.is_fedstill and os.environ.get("PYTHONPATH"):
+            path.append(os.environ["PYTHONPATH"])
+        variables["PYTHONPATH"] = os.pathsep.join(path)
+        return variables
 
 
-def accuracy(task: Task, params: Mapping[str, Tensor]) -> float:
-    """The share of the test images that weights get right."""
+def accuracy(task: Task, parameters: Mapping[str, Tensor]) -> float:
+    """The share of the test images that a model classifies correctly."""
     network = task.network().eval()
-    network.load_state_dict(dict(params))
+    network.load_state_dict(dict(parameters))
     with torch.inference_mode():
-        right = [network(x).argmax(1) for x in task.examples["test_images"].split(250)]
-    return float((torch.cat(right) == task.examples["test_labels"]).double().mean())
+        batches = task.examples["test_images"].split(250)
+        predictions = torch.cat([network(batch).argmax(1) for batch in batches])
+    return float((predictions == task.examples["test_labels"]).double().mean())
 
 
-def distance(task: Task, params: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
-    """How far weights are from others, as a share of how far training moved those from the first
-    ones.
+def distance(
+    task: Task, parameters: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+) -> float:
+    """The distance of a model from a reference, relative to the distance that training moved the
+    reference.
     """
-    gap = sum(float((params[k] - others[k]).double().square().sum()) for k in others)
-    moved = sum(float((others[k] - task.initial[k]).double().square().sum()) for k in others)
-    return (gap / moved) ** 0.5
+    difference = 0.0
+    movement = 0.0
+    for name, value in reference.items():
+        difference += float((parameters[name] - value).double().square().sum())
+        movement += float((value - task.initial[name]).double().square().sum())
+    return (difference / movement) ** 0.5

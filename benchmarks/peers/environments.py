@@ -1,5 +1,5 @@
-"""Throw-away environments: one a peer, pinned, kept between calls in a cache folder outside the
-repository.
+"""The environments of the contestants: one for each, with pinned packages, in a cache folder
+outside the repository.
 """
 
 from __future__ import annotations
@@ -8,33 +8,45 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 SHARED = ("safetensors==0.8.0", "numpy", "packaging")
-"""What the hand-over needs beside torch."""
+"""The packages that every environment needs in addition to torch."""
+
+NOT_INHERITED = ("VIRTUAL_ENV", "PYTHONPATH")
+"""Variables of this process's environment that would lead to its packages."""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A name, the module that runs it, its pinned packages (none: plain PyTorch), and what its own
-    docs say to set.
+    """A library, the module that runs it, and its pinned packages (none for plain PyTorch).
+
+    ``python``: a version of Python, if it needs another one than ours. ``torchrun``: whether it is
+    started as one process for each core. ``settings``: environment variables that its documentation
+    recommends.
     """
 
     name: str
     module: str
     packages: tuple[str, ...] = ()
-    python: str = ""  # another version than ours, where it needs one
-    arguments: tuple[str, ...] = ()
-    torchrun: bool = False  # started as one process a core
+    python: str = ""
+    torchrun: bool = False
     settings: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def key(self) -> str:
+        """Its name for ``--only``, and the name of its environment's folder."""
+        return self.module.removeprefix("run_")
+
+
+FEDSTILL = Contestant("fedstill", "run_fedstill")
 
 CONTESTANTS = (
-    Contestant("fedstill", "run_fedstill"),
+    FEDSTILL,
     Contestant("plain PyTorch", "run_plain"),
     Contestant(
         "Flower 1.41.0",
@@ -43,7 +55,7 @@ CONTESTANTS = (
         settings={
             "FLWR_TELEMETRY_ENABLED": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
-            # Ray gives up after 60, which a busy machine can need
+            # By default, Ray gives up after 60 seconds, which is too early on a busy machine.
             "RAY_raylet_start_wait_time_s": "300",
             "RAY_worker_register_timeout_seconds": "300",
         },
@@ -65,80 +77,118 @@ CONTESTANTS = (
 
 
 class NotInstalled(Exception):
-    """A peer that could not be installed; the first line of the reason."""
+    """A library that could not be installed; the message is the reason."""
 
 
-def make(one: Contestant, cache: Path, fresh: bool, more: Sequence[str], seconds: float) -> Path:
-    """The interpreter of a contestant's environment, made now if it is not there; raises
-    NotInstalled.
+@dataclass(frozen=True)
+class Installer:
+    """Creates environments.
 
-    ``more``: further arguments for uv, such as an index of torch's builds. The same torch as
-    fedstill's, if the peer's packages allow that, else the one they resolve to.
+    ``cache``: the folder that keeps them. ``fresh``: create them again. ``uv_arguments``: further
+    arguments of uv, such as an index with builds of torch. ``seconds``: the time limit of one call
+    of uv.
     """
-    if one.module == "run_fedstill":
-        return Path(sys.executable)
-    folder = cache / one.module.removeprefix("run_")
-    same = "torch==" + torch.__version__.partition("+")[0]
-    asked = "\n".join([*one.packages, *SHARED, same, one.python, *more])
-    ready, python = folder / "ready", folder / "bin" / "python"
-    if (
-        not fresh
-        and ready.is_file()
-        and ready.read_text(encoding="utf-8") == asked
-        and python.exists()
-    ):
+
+    cache: Path
+    fresh: bool
+    uv_arguments: Sequence[str]
+    seconds: float
+
+    def python(self, contestant: Contestant) -> Path:
+        """The interpreter of a contestant's environment, which is created if it does not exist.
+
+        It gets the version of torch that fedstill has, if the contestant's packages allow this.
+        Raises NotInstalled.
+        """
+        if contestant == FEDSTILL:
+            return Path(sys.executable)
+        folder = self.cache / contestant.key
+        python = folder / "bin" / "python"
+        marker = folder / "ready"
+        requirements = [*contestant.packages, *SHARED, _same_torch()]
+        content = "\n".join([*requirements, contestant.python, *self.uv_arguments])
+        if not self.fresh and python.exists() and _has_content(marker, content):
+            return python
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        base = interpreter(contestant.python)
+        uv(["venv", "--python", base, str(folder)], self.seconds)
+        self._install(python, contestant)
+        marker.write_text(content, encoding="utf-8")
         return python
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    uv(["venv", "--python", interpreter(one.python), str(folder)], seconds)
-    install = ["pip", "install", "--python", str(python), *more, *one.packages, *SHARED]
-    try:
-        uv([*install, same], seconds)
-    except NotInstalled as first:
+
+    def _install(self, python: Path, contestant: Contestant) -> None:
+        command = ["pip", "install", "--python", str(python), *self.uv_arguments]
+        command += [*contestant.packages, *SHARED]
         try:
-            uv([*install, "torch"], seconds)
-        except NotInstalled:
-            raise first from None  # it is not torch's version that stands in the way
-    ready.write_text(asked, encoding="utf-8")
-    return python
+            uv([*command, _same_torch()], self.seconds)
+        except NotInstalled as error:
+            try:
+                uv([*command, "torch"], self.seconds)
+            except NotInstalled:
+                # The version of torch was not the reason.
+                raise error from None
 
 
-def uv(arguments: list[str], seconds: float) -> None:
-    """Run uv, ours or the path's; raises NotInstalled with what it said."""
-    beside = Path(sys.executable).parent / "uv"
-    program = str(beside) if beside.exists() else shutil.which("uv")
+def _same_torch() -> str:
+    """The requirement of the version of torch that fedstill has."""
+    return "torch==" + torch.__version__.partition("+")[0]
+
+
+def _has_content(file: Path, content: str) -> bool:
+    return file.is_file() and file.read_text(encoding="utf-8") == content
+
+
+def uv(arguments: Sequence[str], seconds: float) -> None:
+    """Run uv; raises NotInstalled with its message.
+
+    The uv of this environment is preferred to one on the path.
+    """
+    environment_uv = Path(sys.executable).parent / "uv"
+    program = shutil.which("uv")
+    if environment_uv.exists():
+        program = str(environment_uv)
     if not program:
-        raise NotInstalled("uv is not here: python -m pip install uv")
-    settings = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
-    if not settings.get("UV_FIND_LINKS"):
-        settings.pop("UV_FIND_LINKS", None)
+        raise NotInstalled("uv is not installed: python -m pip install uv")
+    variables = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
+    # uv does not accept an empty value.
+    if not variables.get("UV_FIND_LINKS"):
+        variables.pop("UV_FIND_LINKS", None)
     try:
-        command = [program, "-q", *arguments]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, env=settings
+        process = subprocess.run(
+            [program, "-q", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            env=variables,
         )
     except subprocess.TimeoutExpired:
         raise NotInstalled(f"not installed within {seconds:.0f} s") from None
-    if done.returncode:
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        raise NotInstalled(" ".join(said[:2]) or f"uv ended with {done.returncode}")
+    if process.returncode:
+        lines = [line.strip() for line in process.stderr.splitlines() if line.strip()]
+        raise NotInstalled(" ".join(lines[:2]) or f"uv ended with status {process.returncode}")
 
 
 def interpreter(version: str) -> str:
-    """An interpreter of a version: ours if none is asked for, one on the path, or one that pyenv
-    keeps.
+    """An interpreter of a version, on the path or from pyenv; ours if the version is empty.
+
+    Raises NotInstalled.
     """
     if not version:
         return sys.executable
-    kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    found = [
-        shutil.which(f"python{version}"),
-        *map(str, sorted(kept.glob(f"{version}*/bin/python"))),
-    ]
-    for python in filter(None, found):
-        tried = subprocess.run(
-            [python, "-c", "import sys; print(*sys.version_info[:2], sep='.')"], capture_output=True
-        )
-        if tried.returncode == 0 and tried.stdout.decode().strip() == version:
-            return str(python)
-    raise NotInstalled(f"needs Python {version}, which is not here")
+    program = "import sys; print(*sys.version_info[:2], sep='.')"
+    for python in _candidates(version):
+        process = subprocess.run([python, "-c", program], capture_output=True)
+        if process.returncode == 0 and process.stdout.decode().strip() == version:
+            return python
+    raise NotInstalled(f"needs Python {version}, which is not installed")
+
+
+def _candidates(version: str) -> Iterator[str]:
+    """Programs that may be an interpreter of a version."""
+    on_path = shutil.which(f"python{version}")
+    if on_path:
+        yield on_path
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    for python in sorted((pyenv / "versions").glob(f"{version}*/bin/python")):
+        yield str(python)

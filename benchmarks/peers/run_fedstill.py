@@ -1,31 +1,29 @@
-"""fedstill as a contestant among its peers: its defaults, on the images as it stores them."""
+"""fedstill as a contestant: with its defaults, on the images as it stores them."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-from benchmarks.ours import Ours
-from benchmarks.peers import hand_out
-from benchmarks.peers.common import Rounds, Task, cores
+from benchmarks.fedstill_loop import FedstillLoop
+from benchmarks.peers import tasks
+from benchmarks.peers.common import Assignment, RoundClock, cores
 from fedstill.config.resolve import resolve
 from fedstill.running.preparation import prepare
 
 
 def main() -> None:
     """Run every round of the task."""
-    folder, out = map(Path, sys.argv[1:3])
-    about = Task.load(folder).about
-    workload, dataset = hand_out.read(folder, about)
-    ready = prepare(resolve(workload.experiment("fedavg")), dataset)
-    ours, rounds = Ours(ready), Rounds()
-    for _ in about["cohorts"]:
-        rounds.begin()
-        ours.run_round()
-        rounds.end()
-    rounds.report(
-        out, ours.parameters(), f"engine {ready.settings.engine} (default), on {cores()} cores"
-    )
+    assignment = Assignment.from_arguments()
+    task = assignment.task()
+    workload = tasks.workload_of(task.about)
+    dataset = tasks.stored_images(assignment.folder, workload.name)
+    prepared = prepare(resolve(workload.experiment("fedavg")), dataset)
+    loop = FedstillLoop(prepared)
+    clock = RoundClock()
+    for _ in range(task.rounds):
+        clock.begin()
+        loop.run_round()
+        clock.end()
+    setup = f"engine {prepared.settings.engine} (default), on {cores()} cores"
+    clock.report(assignment.report_folder, loop.parameters(), setup)
 
 
 if __name__ == "__main__":

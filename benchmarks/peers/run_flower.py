@@ -1,4 +1,4 @@
-"""Flower's simulation as a contestant: an actor of one core each, PyTorch's plain loop in the
+"""Flower's simulation as a contestant: an actor for each core, and PyTorch's plain loop in the
 client.
 """
 
@@ -23,68 +23,91 @@ from flwr.serverapp.strategy.strategy_utils import sample_nodes
 from flwr.simulation import run_simulation
 
 from benchmarks.peers import common
-from benchmarks.peers.common import Rounds, Task, cores, given
+from benchmarks.peers.common import Assignment, RoundClock, Task, cores
 
 
-class GivenClients(FedAvg):
-    """FedAvg with the task's clients: each drawn node is told which one to be."""
+class TaskClients(FedAvg):
+    """FedAvg with the task's clients: each message names the client that the node simulates."""
 
-    def __init__(self, task: Task, rounds: Rounds) -> None:
+    def __init__(self, task: Task, clock: RoundClock) -> None:
         super().__init__(fraction_train=1.0, fraction_evaluate=0.0)
-        self.task, self.rounds = task, rounds
+        self.task = task
+        self.clock = clock
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """One message a client."""
-        self.rounds.begin()
+        """One message for each client."""
+        self.clock.begin()
         clients = self.task.cohort(server_round)
         nodes, _ = sample_nodes(grid, self.task.clients, len(clients))
         for node, client in zip(nodes, clients, strict=True):
-            told = ConfigRecord({"round": server_round, "client": client})
-            yield Message(RecordDict({"arrays": arrays, "config": told}), node, MessageType.TRAIN)
+            instruction = ConfigRecord({"round": server_round, "client": client})
+            content = RecordDict({"arrays": arrays, "config": instruction})
+            yield Message(content, node, MessageType.TRAIN)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple:
-        """The mean; an error of a client ends the run."""
+        """The mean of the replies. If a client failed, this ends the run."""
         replies = list(replies)
-        failed = [reply.error.reason for reply in replies if reply.has_error()]
-        if failed or len(replies) != len(self.task.cohort(server_round)):
-            raise RuntimeError(failed[0] if failed else "a client did not answer")
-        made = super().aggregate_train(server_round, replies)
-        self.rounds.end()
-        return made
+        failures = [reply.error.reason for reply in replies if reply.has_error()]
+        if failures:
+            raise RuntimeError(failures[0])
+        if len(replies) != len(self.task.cohort(server_round)):
+            raise RuntimeError("a client did not answer")
+        aggregated = super().aggregate_train(server_round, replies)
+        self.clock.end()
+        return aggregated
+
+
+def client_app(task_folder: str) -> ClientApp:
+    """The app that trains a client; every process reads the task once."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        torch.set_num_threads(1)
+        task = common.cached_task(task_folder)
+        instruction = message.content["config"]
+        client = instruction["client"]
+        model = task.network()
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        common.train(task, instruction["round"], client, model)
+        metrics = MetricRecord({"num-examples": len(task.client(client))})
+        content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
+        return Message(content, reply_to=message)
+
+    return app
+
+
+def server_app(assignment: Assignment, task: Task) -> ServerApp:
+    """The app that runs all rounds and writes the report."""
+    app = ServerApp()
+
+    @app.main()
+    def serve(grid: Grid, context: Context) -> None:
+        clock = RoundClock()
+        strategy = TaskClients(task, clock)
+        result = strategy.start(grid, ArrayRecord(dict(task.initial)), task.rounds)
+        setup = f"Ray, {cores()} actors of num_cpus=1 and one thread"
+        clock.report(assignment.report_folder, result.arrays.to_torch_state_dict(), setup)
+
+    return app
 
 
 def main() -> None:
     """Run every round of the task."""
-    task, source, out = given()
-    rounds = Rounds()
-    folder, client_app, server_app = str(source), ClientApp(), ServerApp()
-
-    @client_app.train()
-    def train(message: Message, context: Context) -> Message:
-        torch.set_num_threads(1)
-        mine, told = common.kept(folder), message.content["config"]
-        model = mine.network()
-        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
-        common.train(mine, told["round"], told["client"], model)
-        metrics = MetricRecord({"num-examples": len(mine.client(told["client"])[1])})
-        return Message(
-            RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}),
-            reply_to=message,
-        )
-
-    @server_app.main()
-    def serve(grid: Grid, context: Context) -> None:
-        done = GivenClients(task, rounds).start(grid, ArrayRecord(dict(task.initial)), task.rounds)
-        how = f"Ray, {cores()} actors of num_cpus=1 and one thread"
-        rounds.report(out, done.arrays.to_torch_state_dict(), how)
-
-    settings = {
+    assignment = Assignment.from_arguments()
+    task = assignment.task()
+    backend = {
         "init_args": {"num_cpus": cores()},
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
     }
-    run_simulation(server_app, client_app, task.clients, backend_config=settings)
+    run_simulation(
+        server_app(assignment, task),
+        client_app(str(assignment.folder)),
+        task.clients,
+        backend_config=backend,
+    )
 
 
 if __name__ == "__main__":

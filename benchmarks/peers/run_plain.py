@@ -1,20 +1,23 @@
-"""The plain loop, client by client, as a contestant."""
+"""The plain loop as a contestant: one client after another."""
 
 from __future__ import annotations
 
-from benchmarks.peers.common import Rounds, cores, given
+from benchmarks.peers.common import Assignment, RoundClock, cores
 from benchmarks.plain import PlainLoop
 
 
 def main() -> None:
     """Run every round of the task."""
-    task, _, out = given()
-    loop, rounds = PlainLoop(task, task.network()), Rounds()
+    assignment = Assignment.from_arguments()
+    task = assignment.task()
+    loop = PlainLoop(task, task.network())
+    clock = RoundClock()
     for _ in range(task.rounds):
-        rounds.begin()
+        clock.begin()
         loop.run_round()
-        rounds.end()
-    rounds.report(out, loop.parameters(), f"one client after another, {cores()} threads")
+        clock.end()
+    setup = f"one client after another, {cores()} threads"
+    clock.report(assignment.report_folder, loop.parameters(), setup)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.ours import Ours
-from benchmarks.peers import environments, hand_out, processes
-from benchmarks.peers.__main__ import NEAR as FAR
+from benchmarks.fedstill_loop import FedstillLoop
+from benchmarks.peers import environments, processes, tasks
+from benchmarks.peers.__main__ import MAX_DISTANCE
 from benchmarks.peers.common import Task
 from benchmarks.peers.entry import accuracy, distance
 from benchmarks.plain import PlainLoop
@@ -41,13 +41,13 @@ print(ran.failure, len(processes.descendants()), ran.peak > 0, sep=";")
 
 @pytest.fixture
 def small():
-    workload = replace(hand_out.resized("W4", 3, 2), clients=6)
+    workload = replace(tasks.resized("W4", 3, 2), clients=6)
     return workload, workload.dataset()
 
 
 def test_a_task_is_the_same_after_it_was_written(tmp_path, small):
     workload, dataset = small
-    task = hand_out.task_of(prepare(resolve(workload.experiment("fedavg")), dataset), 2)
+    task = tasks.task_of(prepare(resolve(workload.experiment("fedavg")), dataset), 2)
     task.save(tmp_path)
     again = Task.load(tmp_path)
     assert again.about == task.about
@@ -59,9 +59,9 @@ def test_a_task_is_the_same_after_it_was_written(tmp_path, small):
 
 @pytest.mark.parametrize("name", ["W1", "W4", "W4-MLP"])
 def test_the_plain_network_is_the_workloads(name):
-    workload = replace(hand_out.resized(name), clients=2, sampled=2, images=20)
+    workload = replace(tasks.resized(name), clients=2, sampled=2, images=20)
     ready = in_double(prepare(resolve(workload.experiment("fedavg")), workload.dataset()))
-    task = hand_out.task_of(ready, 1)
+    task = tasks.task_of(ready, 1)
     x = task.examples["images"][:4]
     spec = ready.world.model(SERVER)
     ours = contract.forward(contract.module(spec), dict(task.initial), x)
@@ -71,23 +71,23 @@ def test_the_plain_network_is_the_workloads(name):
 def test_the_plain_loop_ends_with_our_model_and_another_order_does_not(small):
     workload, dataset = small
     ready = in_double(prepare(resolve(workload.experiment("fedavg")), dataset))
-    task = hand_out.task_of(ready, 2)
+    task = tasks.task_of(ready, 2)
     other = replace(task, orders={k: v.flip(1) for k, v in task.orders.items()})
     ours, plain, reversed_order = (
-        Ours(ready),
+        FedstillLoop(ready),
         *(PlainLoop(t, task.network().double()) for t in (task, other)),
     )
     for _ in range(2):
         for loop in (ours, plain, reversed_order):
             loop.run_round()
     assert distance(task, plain.parameters(), ours.parameters()) < NEAR
-    assert distance(task, reversed_order.parameters(), ours.parameters()) > FAR
+    assert distance(task, reversed_order.parameters(), ours.parameters()) > MAX_DISTANCE
 
 
 def test_accuracy_is_the_share_of_test_images_that_are_right(small):
     workload, dataset = small
     ready = prepare(resolve(workload.experiment("fedavg")), dataset)
-    task = hand_out.task_of(ready, 1)
+    task = tasks.task_of(ready, 1)
     predict = predictor(ready.world.model(SERVER), task.initial)
     right = [predict(x).argmax(1) for x in task.examples["test_images"].split(250)]
     assert accuracy(task, task.initial) == float(
@@ -103,7 +103,7 @@ def test_accuracy_is_the_share_of_test_images_that_are_right(small):
     [(LEAVES, "ValueError: no good"), ("import time; time.sleep(600)", "not done within 2 s")],
 )
 def test_nothing_that_a_contestant_started_goes_on(tmp_path, does, failure):
-    root = str(Path(hand_out.__file__).parents[2])
+    root = str(Path(tasks.__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", RUNS, does, str(tmp_path)],
         capture_output=True,
@@ -122,7 +122,7 @@ def test_the_reason_of_a_failure_is_the_first_error_named(tmp_path):
     (tmp_path / "said").write_text(
         "Traceback:\n  x\nImportError: no such thing\nlauncher.ChildFailedError:\n=====\n"
     )
-    assert processes._reason(tmp_path / "said") == "ImportError: no such thing"
+    assert processes.reason(tmp_path / "said") == "ImportError: no such thing"
 
 
 def test_a_python_that_is_not_here_is_said_so():
@@ -140,8 +140,8 @@ def test_the_plain_chain_ends_with_our_model():
         model={"name": "digits_cnn"},
     )
     ready = in_double(prepare(resolve(workload.experiment("fedseq")), workload.dataset()))
-    task = hand_out.task_of(ready, 2)
-    ours, plain = Ours(ready), PlainLoop(task, task.network().double())
+    task = tasks.task_of(ready, 2)
+    ours, plain = FedstillLoop(ready), PlainLoop(task, task.network().double())
     for _ in range(2):
         ours.run_round()
         plain.run_round()
