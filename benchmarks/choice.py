@@ -1,75 +1,133 @@
-"""How good the greedy choice of teachers is: beside the best of all choices, and beside one at
-random.
+"""The quality of SFedKD's greedy choice of teachers, compared with the best and with a random
+choice: ``python -m benchmarks.choice [--rounds 200]``.
 
-``python -m benchmarks.choice [--rounds 200]``: splits of SFedKD's settings over 100 clients, of
-whom 10 are drawn a round. The distance is KL from the chosen teachers' mean label shares to
-uniform, in nats, mean over rounds. "Optimal" is found by trying all choices; "as good" is the share
-of rounds in which greedy's distance is the optimal one.
+The client splits are those of SFedKD's settings over 100 clients, of which 10 are drawn in each
+round. The distance is the KL divergence from the mean label shares of the chosen teachers to the
+uniform distribution, in nats, averaged over rounds. "optimal" is the best of all choices, "random"
+the mean of all choices, and "as good" the share of rounds in which the greedy choice is as good as
+the best one.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
+from statistics import fmean
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.options import option_parser
 from fedstill.core.keys import numpy_generator
 from fedstill.core.label_counts import distance, proportions
 from fedstill.data.partition import extended_dirichlet
 from fedstill.methods.sfedkd import TIE, complementary
 from fedstill.report import terminal
 
-CIFAR10, HAM10000 = [5000] * 10, [327, 514, 1099, 115, 1113, 6705, 142]
-SPLITS = {
-    "CIFAR-10 (2, .5)": (CIFAR10, 2, 0.5, 10),
-    "CIFAR-10 (2, 1)": (CIFAR10, 2, 1.0, 10),
-    "CIFAR-10 (2, 10)": (CIFAR10, 2, 10.0, 10),
-    "CIFAR-10 (2, 100)": (CIFAR10, 2, 100.0, 10),
-    "CIFAR-100 (20, 1)": ([500] * 100, 20, 1.0, 10),
-    "HAM10000 (2, 1)": (HAM10000, 2, 1.0, 1),
-}
-"""Examples of each class, classes a client, alpha, smallest client."""
+CLIENTS = 100
+CANDIDATES = 10
+NUMBERS_OF_TEACHERS = (3, 4, 5, 6)
+
+CIFAR10 = [5000] * 10
+CIFAR100 = [500] * 100
+HAM10000 = [327, 514, 1099, 115, 1113, 6705, 142]
 
 
-def distances(shares: Tensor, k: int) -> tuple[float, Tensor]:
-    """Of one round's candidates (M, C): greedy's distance to uniform, and that of every choice of
-    k.
+@dataclass(frozen=True)
+class Split:
+    """An extended Dirichlet partition.
+
+    ``class_sizes``: the examples of each class. ``min_size``: of the smallest client.
     """
-    every = torch.tensor(list(combinations(range(len(shares)), k)))
-    uniform = torch.full_like(shares[0], 1 / shares.shape[1])
-    far = distance(shares[every].mean(1), uniform, "kl", smoothing=0.0)
-    greedy = distance(shares[complementary(shares, k)].mean(0), uniform, "kl", smoothing=0.0)
-    return float(greedy), far
 
+    class_sizes: Sequence[int]
+    classes_per_client: int
+    alpha: float
+    min_size: int = 10
 
-def row(shares: Tensor, k: int, rounds: int) -> Sequence[str]:
-    """Means over rounds: greedy, optimal, random, and how often greedy is optimal."""
-    draw, found = numpy_generator(k), []
-    for _ in range(rounds):
-        drawn = torch.from_numpy(draw.permutation(len(shares))[:10])
-        greedy, far = distances(shares[drawn], k)
-        found.append(
-            (greedy, float(far.min()), float(far.mean()), greedy <= float(far.min()) + TIE)
+    def label_shares(self) -> Tensor:
+        """The label shares of each client (clients, C)."""
+        labels = np.repeat(np.arange(len(self.class_sizes)), self.class_sizes)
+        parts = extended_dirichlet(
+            labels,
+            CLIENTS,
+            self.classes_per_client,
+            self.alpha,
+            seed=1,
+            min_size=self.min_size,
         )
-    greedy, best, random, equal = np.mean(found, axis=0)
-    return f"{greedy:.3f}", f"{best:.3f}", f"{random:.3f}", f"{100 * equal:.0f} %"
+        counts = [np.bincount(labels[part], minlength=len(self.class_sizes)) for part in parts]
+        return proportions(np.stack(counts))
+
+
+SPLITS = {
+    "CIFAR-10 (2, .5)": Split(CIFAR10, 2, 0.5),
+    "CIFAR-10 (2, 1)": Split(CIFAR10, 2, 1.0),
+    "CIFAR-10 (2, 10)": Split(CIFAR10, 2, 10.0),
+    "CIFAR-10 (2, 100)": Split(CIFAR10, 2, 100.0),
+    "CIFAR-100 (20, 1)": Split(CIFAR100, 20, 1.0),
+    "HAM10000 (2, 1)": Split(HAM10000, 2, 1.0, min_size=1),
+}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The distances to uniform of one round's choices: of the greedy one, and of the best and the
+    mean of all.
+    """
+
+    greedy: float
+    best: float
+    mean: float
+
+    @staticmethod
+    def among(candidates: Tensor, k: int) -> Choices:
+        """Choose k of the candidates, whose label shares are (M, C)."""
+        uniform = torch.full_like(candidates[0], 1 / candidates.shape[1])
+        choices = torch.tensor(list(combinations(range(len(candidates)), k)))
+        distances = distance(candidates[choices].mean(1), uniform, "kl", smoothing=0.0)
+        greedy_shares = candidates[complementary(candidates, k)].mean(0)
+        greedy = distance(greedy_shares, uniform, "kl", smoothing=0.0)
+        return Choices(float(greedy), float(distances.min()), float(distances.mean()))
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether the greedy choice is as good as the best one."""
+        return self.greedy <= self.best + TIE
+
+
+def cells(label_shares: Tensor, k: int, rounds: int) -> list[str]:
+    """The cells of a row: means over rounds, and how often the greedy choice is optimal."""
+    draws = numpy_generator(k)
+    choices = []
+    for _ in range(rounds):
+        drawn = torch.from_numpy(draws.permutation(len(label_shares))[:CANDIDATES])
+        choices.append(Choices.among(label_shares[drawn], k))
+    optimal_share = fmean(choice.is_optimal for choice in choices)
+    return [
+        f"{fmean(choice.greedy for choice in choices):.3f}",
+        f"{fmean(choice.best for choice in choices):.3f}",
+        f"{fmean(choice.mean for choice in choices):.3f}",
+        f"{100 * optimal_share:.0f} %",
+    ]
+
+
+def main() -> None:
+    """Print a row for each split and number of teachers."""
+    parser = option_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=200)
+    options = parser.parse_args()
+    rows = []
+    for name, split in SPLITS.items():
+        label_shares = split.label_shares()
+        rows += [
+            [name, str(k), *cells(label_shares, k, options.rounds)] for k in NUMBERS_OF_TEACHERS
+        ]
+    head = ["split", "K", "greedy", "optimal", "random", "as good"]
+    terminal.console().print(terminal.PlainTable(head, rows))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=200)
-    given = parser.parse_args()
-    table = []
-    for name, (sizes, classes_per_client, alpha, least) in SPLITS.items():
-        labels = np.repeat(np.arange(len(sizes)), sizes)
-        parts = extended_dirichlet(labels, 100, classes_per_client, alpha, seed=1, min_size=least)
-        shares = proportions(
-            np.stack([np.bincount(labels[p], minlength=len(sizes)) for p in parts])
-        )
-        table += [(name, f"{k}", *row(shares, k, given.rounds)) for k in (3, 4, 5, 6)]
-    heads = ["split", "K", "greedy", "optimal", "random", "as good"]
-    terminal.console().print(terminal.PlainTable(heads, table))
+    main()

@@ -1,13 +1,13 @@
-"""How many models each client receives and sends in one round of QKT and its relatives.
+"""The number of models that each client receives and sends in one round of QKT and of related
+methods: ``python -m benchmarks.traffic [--clients 10]``.
 
-``python -m benchmarks.traffic [--clients 10]``: each method trains on the digits, three classes per
-client and one queried class, for a single epoch, since the number of models does not depend on the
-training. The bytes are those of the journal's client events, divided by the size of one model.
+Each method trains on digits for one epoch, with three classes per client and one queried class. The
+number of models does not depend on the training. It is the number of bytes in the journal's client
+events, divided by the size of one model.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import fedstill
+from benchmarks.options import option_parser
 from fedstill import Experiment
 from fedstill.methods.fit import FIT
 from fedstill.methods.naive_kd import TRANSFER
@@ -62,14 +63,20 @@ def models_by_stage(events: Sequence[dict[str, Any]]) -> list[str]:
     return cells
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> None:
+    """Print a row for each method."""
+    parser = option_parser(__doc__)
     parser.add_argument("--clients", type=int, default=10)
-    arguments = parser.parse_args()
-    heads = ["models of a client"]
+    options = parser.parse_args()
+    head = ["models of a client"]
     for label in STAGES.values():
-        heads += [f"{label}: received", "sent"]
-    rows = [
-        (method, *models_by_stage(client_events(method, arguments.clients))) for method in METHODS
-    ]
-    terminal.console().print(terminal.PlainTable(heads, rows))
+        head += [f"{label}: received", "sent"]
+    rows = []
+    for method in METHODS:
+        events = client_events(method, options.clients)
+        rows.append([method, *models_by_stage(events)])
+    terminal.console().print(terminal.PlainTable(head, rows))
+
+
+if __name__ == "__main__":
+    main()
