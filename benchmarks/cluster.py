@@ -1,4 +1,4 @@
-"""When does a cluster pay off? ``python -m benchmarks.cluster`` measures messages over Ray on this
+"""When a cluster pays off: ``python -m benchmarks.cluster`` measures messages over Ray on this
 machine, and predicts a round on several machines.
 
 The prediction assumes that clients are spread evenly, and that the server's work for one message
@@ -9,17 +9,18 @@ M machines and m seconds of work per message, a round takes n c / k seconds on o
 
 from __future__ import annotations
 
-import argparse
 import tempfile
-import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 from benchmarks.flower import experiment as digits
+from benchmarks.options import option_parser
+from benchmarks.turns import seconds_of
 from fedstill.engines.hardware import cores
 from fedstill.report import terminal
-from fedstill.running.journal import read_journal
+from fedstill.running.journal import JOURNAL, read_journal
 from fedstill.running.runner import run
 
 ROUNDS = 4
@@ -44,6 +45,10 @@ class Messages:
     seconds: float
     start: float
 
+    def cells(self) -> list[str]:
+        """A row of the table."""
+        return [self.name, f"{self.megabytes:.3g}", f"{self.seconds:.3g}", f"{self.start:.3g}"]
+
 
 def measure(name: str) -> Messages:
     """Run on Ray, and compare the seconds of a round with the seconds of training."""
@@ -53,20 +58,22 @@ def measure(name: str) -> Messages:
         model={"name": "mlp", "hidden": MODELS[name]},
     )
     with tempfile.TemporaryDirectory() as folder:
-        began = time.perf_counter()
-        run(experiment, Path(folder) / "run")
-        whole = time.perf_counter() - began
-        events = read_journal(Path(folder) / "run" / "journal.jsonl")
+        run_folder = Path(folder) / "run"
+        run_seconds = seconds_of(partial(run, experiment, run_folder))
+        events = read_journal(run_folder / JOURNAL)
     rounds = [event for event in events if event["event"] == "round"]
     # The first round also prepares the run in each worker.
     later = rounds[1:]
     training = median(event["seconds_clients"] for event in later)
     stage = median(event["seconds_training"] for event in later)
+    # The clients train on all cores at the same time.
+    training_of_stage = training / min(cores(), CLIENTS)
+    message_seconds = max(0.0, stage - training_of_stage)
     return Messages(
         name=name,
         megabytes=rounds[-1]["bytes_up"] / CLIENTS / 1e6,
-        seconds=max(0.0, stage - training / min(cores(), CLIENTS)) / CLIENTS,
-        start=whole - sum(event["seconds"] for event in rounds),
+        seconds=message_seconds / CLIENTS,
+        start=run_seconds - sum(event["seconds"] for event in rounds),
     )
 
 
@@ -84,24 +91,21 @@ def predicted(client: float, message: float, machines: int, clients: int = 100) 
 
 def main() -> None:
     """Print the measured messages and the predicted rounds."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = option_parser(__doc__)
+    parser.add_argument(
+        "--machines", type=int, default=10, help="their number; all have the cores of this one"
     )
-    parser.add_argument("--machines", type=int, default=10, help="with as many cores as this one")
-    given = parser.parse_args()
+    options = parser.parse_args()
     screen = terminal.console()
     measured = [measure(name) for name in MODELS]
     screen.print(f"{cores()} cores, {CLIENTS} clients, {ROUNDS} rounds on Ray")
-    rows = [(m.name, f"{m.megabytes:.3g}", f"{m.seconds:.3g}", f"{m.start:.3g}") for m in measured]
+    rows = [messages.cells() for messages in measured]
     screen.print(terminal.PlainTable(["network", "MB", "s a message", "s to start"], rows))
-    screen.print(f"\npredicted: times as fast on {given.machines} such machines as on one")
-    rows = [
-        (
-            f"{seconds:g} s a client",
-            *(f"{predicted(seconds, m.seconds, given.machines):.2g}" for m in measured),
-        )
-        for seconds in SECONDS_OF_CLIENT
-    ]
+    screen.print(f"\npredicted: times as fast on {options.machines} such machines as on one")
+    rows = []
+    for seconds in SECONDS_OF_CLIENT:
+        speed_ups = [predicted(seconds, m.seconds, options.machines) for m in measured]
+        rows.append([f"{seconds:g} s a client", *(f"{speed_up:.2g}" for speed_up in speed_ups)])
     screen.print(terminal.PlainTable(["training", *MODELS], rows))
 
 

@@ -1,35 +1,48 @@
-"""Seconds and bytes of a round and of a hop, by how messages travel: in process, loopback grid,
-Ray, deployed.
+"""Seconds and bytes of a round and of a hop, in one process, over the loopback grid, on Ray, and in
+a deployment: ``python -m benchmarks.flower``.
 
-``python -m benchmarks.flower``; ``--ray`` and ``--deployed DIR`` add Flower's simulation, and a
-federation whose server and clients are running (made with as many clients as ``--clients``).
-``--cold`` adds Flower's own programs, which start a Python for every message; with ``--deployed``
-it prints how many times as fast the federation is. ``--sites 5,10,15`` starts federations of so
-many sites instead, and prints what a message costs (``benchmarks.load``). ``--large`` does so for
-messages of 144 MB (``benchmarks.large``).
+``--ray`` adds Flower's simulation. ``--deployed DIR`` adds a federation whose server and clients
+are running; it has as many clients as ``--clients``. ``--cold`` adds Flower's own programs, which
+start a Python process for every message; with ``--deployed``, it also prints how many times as fast
+the federation is. ``--sites 5,10,15`` starts federations with these numbers of sites instead, and
+prints the cost of a message (``benchmarks.load``). ``--large`` does so for messages of 144 MB
+(``benchmarks.large``).
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks import large, load
-from benchmarks.flowers_own import flowers_own
+from benchmarks.flower_programs import FlowerPrograms, flower_programs
+from benchmarks.options import integers, option_parser
 from fedstill.config.experiment import Experiment
-from fedstill.running.journal import read_journal
+from fedstill.config.resolve import resolve
+from fedstill.running.journal import JOURNAL, read_journal
 from fedstill.running.runner import run
 
 ROUNDS = 3
 
+TOPOLOGIES = ("parallel", "sequential")
+
+FLOWER_PROGRAMS = "Flower's own"
+"""The name of Flower's programs in the table."""
+
+HEADER = (
+    f"{'way':<14} {'topology':<11} {'s a round':>10} {'s a hop':>8} {'payload bytes a round':>22}"
+)
+
 
 def experiment(topology: str, clients: int, engine: str, **flower: Any) -> Experiment:
-    """Digits, one epoch, three rounds: little training, so that what is left is the way."""
+    """FedAvg on digits for three rounds of one epoch: there is little training, so that messages
+    take most of the time.
+    """
     return Experiment(
         rounds=ROUNDS,
         seed=1,
@@ -45,97 +58,123 @@ def experiment(topology: str, clients: int, engine: str, **flower: Any) -> Exper
     )
 
 
-def in_folder(what: Experiment) -> list[dict[str, Any]]:
-    """The journal of a run that this process starts."""
+def journal_of(experiment: Experiment) -> list[dict[str, Any]]:
+    """The journal of a run in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
-        run(what, Path(folder) / "run")
-        return read_journal(Path(folder) / "run" / "journal.jsonl")
+        run(experiment, Path(folder) / "run")
+        return read_journal(Path(folder) / "run" / JOURNAL)
 
 
-def measured(events: Sequence[dict[str, Any]]) -> tuple[float, float, int]:
-    """Seconds of training a round (the median), seconds a hop, and payload bytes a round, both
-    ways.
+@dataclass(frozen=True)
+class Cost:
+    """The median seconds of a round's training, the seconds of a hop, and the bytes of a round's
+    payloads in both directions.
     """
-    rounds = [e for e in events if e["event"] == "round"]
-    hops = sum(e["event"] == "client" for e in events) / len(rounds)
-    seconds = median(e["seconds_training"] for e in rounds)
-    return seconds, seconds / hops, rounds[-1]["bytes_up"] + rounds[-1]["bytes_down"]
+
+    round_seconds: float
+    hop_seconds: float
+    payload: int
+
+    @staticmethod
+    def of(events: Sequence[Mapping[str, Any]]) -> Cost:
+        """The cost of a run with this journal."""
+        rounds = [event for event in events if event["event"] == "round"]
+        hops = sum(event["event"] == "client" for event in events) / len(rounds)
+        seconds = median(event["seconds_training"] for event in rounds)
+        return Cost(seconds, seconds / hops, rounds[-1]["bytes_up"] + rounds[-1]["bytes_down"])
 
 
-def wire(what: Experiment) -> tuple[int, int]:
-    """Serialised bytes a round, down and up, over a loopback grid."""
-    from fedstill.config.resolve import resolve
+def print_line(way: str, topology: str, cost: Cost) -> None:
+    """Print a line of the table."""
+    print(
+        f"{way:<14} {topology:<11} {cost.round_seconds:>10.3f} {cost.hop_seconds:>8.3f} "
+        f"{cost.payload:>22,}",
+        flush=True,
+    )
+
+
+def print_note(topology: str, note: str) -> None:
+    """Print a note below the lines of a topology."""
+    print(f"{'':<14} {topology:<11} {note}", flush=True)
+
+
+def print_message_bytes(topology: str, clients: int) -> None:
+    """Print the bytes of a round's serialised messages, which a loopback grid counts."""
     from fedstill.flower.engine import LoopbackGrid
     from fedstill.flower.remote_runs import trial_app
 
-    with tempfile.TemporaryDirectory() as folder:
-        settings = resolve(what)
-        grid = LoopbackGrid(
-            trial_app(settings, None, Path(folder) / "sites"), range(settings.clients)
-        )
-        run(what, Path(folder) / "run", grid=grid)  # type: ignore[arg-type]
-        return grid.bytes_down // ROUNDS, grid.bytes_up // ROUNDS
+    chosen = experiment(topology, clients, "flower")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        app = trial_app(resolve(chosen), None, folder / "sites")
+        grid = LoopbackGrid(app, range(clients))
+        run(chosen, folder / "run", grid=grid)
+    print_note(
+        topology,
+        f"serialised messages a round: {grid.bytes_down // ROUNDS:,} bytes down, "
+        f"{grid.bytes_up // ROUNDS:,} up",
+    )
+
+
+def print_topology(
+    topology: str,
+    clients: int,
+    ways: Mapping[str, Mapping[str, Any]],
+    programs: FlowerPrograms | None,
+) -> None:
+    """Print the lines of a topology.
+
+    ``ways``: the engine and the fields of ``[flower]`` of each way.
+    """
+    costs = {}
+    for way, settings in ways.items():
+        costs[way] = Cost.of(journal_of(experiment(topology, clients, **settings)))
+        print_line(way, topology, costs[way])
+    if programs is not None:
+        events = programs.journal(experiment(topology, clients, "serial"), f"run-{topology}")
+        costs[FLOWER_PROGRAMS] = Cost.of(events)
+        print_line(FLOWER_PROGRAMS, topology, costs[FLOWER_PROGRAMS])
+    print_message_bytes(topology, clients)
+    if programs is not None and "deployed" in costs:
+        ratio = costs[FLOWER_PROGRAMS].hop_seconds / costs["deployed"].hop_seconds
+        print_note(topology, f"deployed is {ratio:.1f} times as fast as Flower's own programs")
 
 
 def main() -> None:
     """Print one table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = option_parser(__doc__)
     parser.add_argument("--clients", type=int, default=3)
-    parser.add_argument("--ray", action="store_true")
-    parser.add_argument("--deployed", type=Path)
-    parser.add_argument("--cold", action="store_true")
-    parser.add_argument("--sites", type=lambda text: [int(number) for number in text.split(",")])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--large", action="store_true")
-    given = parser.parse_args()
-    if given.sites:
-        load.print_table(given.sites, given.rounds)
+    parser.add_argument("--ray", action="store_true", help="also on Ray")
+    parser.add_argument("--deployed", type=Path, metavar="DIR", help="also in this federation")
+    parser.add_argument("--cold", action="store_true", help="also with Flower's own programs")
+    parser.add_argument(
+        "--sites", type=integers, metavar="N,...", help="start federations with so many sites"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of --sites")
+    parser.add_argument("--large", action="store_true", help="send messages of 144 MB")
+    options = parser.parse_args()
+    if options.sites:
+        load.print_table(options.sites, options.rounds)
         return
-    if given.large:
+    if options.large:
         large.print_table()
         return
     ways: dict[str, dict[str, Any]] = {
         "in process": {"engine": "serial"},
         "loopback grid": {"engine": "flower"},
     }
-    if given.ray:
+    if options.ray:
         ways["Ray"] = {"engine": "flower", "grid": "ray"}
-    if given.deployed:
-        ways["deployed"] = {"engine": "flower", "federation": str(given.deployed.resolve())}
-    print(
-        f"{'way':<14} {'topology':<11} {'s a round':>10} {'s a hop':>8} "
-        f"{'payload bytes a round':>22}"
-    )
-    with flowers_own(given.clients) if given.cold else nullcontext() as cold:
-        for topology in ("parallel", "sequential"):
-            what = {
-                name: experiment(topology, given.clients, **values) for name, values in ways.items()
-            }
-            hops = {name: line(name, topology, in_folder(one)) for name, one in what.items()}
-            if cold is not None:
-                hops["Flower's own"] = line(
-                    "Flower's own", topology, cold.journal(what["in process"])
-                )
-            down, up = wire(experiment(topology, given.clients, "flower"))
-            print(
-                f"{'':<14} {topology:<11} serialised messages a round: {down:,} bytes down, {up:,} "
-                "up",
-                flush=True,
-            )
-            if cold is not None and given.deployed:
-                ratio = hops["Flower's own"] / hops["deployed"]
-                print(
-                    f"{'':<14} {topology:<11} deployed is {ratio:.1f} times as fast as Flower's "
-                    "own programs",
-                    flush=True,
-                )
-
-
-def line(way: str, topology: str, events: Sequence[dict[str, Any]]) -> float:
-    """Print a line of the table; the seconds a hop."""
-    seconds, hop, size = measured(events)
-    print(f"{way:<14} {topology:<11} {seconds:>10.3f} {hop:>8.3f} {size:>22,}", flush=True)
-    return hop
+    if options.deployed:
+        federation = str(options.deployed.resolve())
+        ways["deployed"] = {"engine": "flower", "federation": federation}
+    cold: AbstractContextManager[FlowerPrograms | None] = nullcontext()
+    if options.cold:
+        cold = flower_programs(options.clients)
+    print(HEADER)
+    with cold as programs:
+        for topology in TOPOLOGIES:
+            print_topology(topology, options.clients, ways, programs)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""What a federation costs by its number of sites: ``python -m benchmarks.flower --sites 5,10,15``.
+"""The cost of a federation by its number of sites: ``python -m benchmarks.flower --sites 5,10,15``.
 
-For each number, it starts a server and so many sites, runs FedNTD on digits over TLS, and prints
-seconds a round, processor time a message, and memory. A message is an instruction or a reply.
-"link" is the server's own process, Flower's SuperLink behind the gate; "run" is the process of the
-run, from the end of its first round to the end of its last one: its start takes several seconds,
-however many messages follow. "server" is both. "in" counts processes. All sites share this
-machine's cores, so seconds a round say more about their training than about a network.
+For each number, the benchmark starts a server and so many sites, runs FedNTD on digits over TLS,
+and prints seconds a round, processor time a message, and memory. A message is an instruction or a
+reply. "link" is the process of the server: Flower's SuperLink behind the gate. "run" is the process
+of the run, from the end of its first round to the end of its last one. Its start is not included:
+it takes several seconds, regardless of the number of messages. "server" is the sum of both. "in" is
+the number of processes. All sites share the cores of this machine, so seconds a round depend more
+on their training than on messages.
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ from fedstill.running.journal import read_journal
 from fedstill.version import VERSION
 
 CONNECT_SECONDS = 900.0
-"""How long all sites together may take to connect."""
+"""The seconds after which all sites must be connected."""
 
-LINK, RUN = "deployment.superlink", "deployment.tasks"
+LINK_PROGRAM = "deployment.superlink"
+RUN_PROGRAM = "deployment.tasks"
 """Parts of the command lines of the server's processes."""
+
+HOST = "127.0.0.1"
 
 HEADER = (
     f"{'sites':>5} {'s a round':>10} {'link s a message':>17} {'run':>8} {'server':>8} {'site':>8} "
@@ -46,7 +50,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Usage:
-    """Processor seconds, memory in MB and number of processes, of a command and all below it.
+    """Processor seconds, memory in MB and number of processes, of a command and its descendants.
 
     Memory is the proportional set size: pages that processes share are counted once.
     """
@@ -57,8 +61,10 @@ class Usage:
 
     @staticmethod
     def of(pid: int, program: str = "") -> Usage:
-        """The usage of a process and its descendants now, or of those of one program."""
-        seconds, size, count = 0.0, 0, 0
+        """The current usage of a process and its descendants, or of those that run a program."""
+        seconds = 0.0
+        size = 0
+        count = 0
         for process in [psutil.Process(pid), *descendants(pid)]:
             # A process that has just ended is left out.
             with contextlib.suppress(psutil.Error):
@@ -76,9 +82,8 @@ def measure(sites: int, rounds: int) -> str:
     """The line of the table for a number of sites."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as commands:
         place = Path(name)
-        hosts = ("127.0.0.1",)
         federation = folder.init(
-            place / "fed", sites, hosts, listen=hosts[0], port=free_port(), version=VERSION
+            place / "fed", sites, (HOST,), listen=HOST, port=free_port(), version=VERSION
         )
         server = commands.enter_context(_command("server", federation.folder, place / "server"))
         clients = []
@@ -88,12 +93,12 @@ def measure(sites: int, rounds: int) -> str:
             clients.append(commands.enter_context(command))
         _wait(lambda: all("connected" in log.read_text() for log in logs))
 
-        link_before = Usage.of(server.pid, LINK).seconds
-        before = sum(Usage.of(client.pid).seconds for client in clients)
+        link_start = Usage.of(server.pid, LINK_PROGRAM).seconds
+        sites_start = sum(Usage.of(client.pid).seconds for client in clients)
         watch = Watch(server, clients[0], place / "run" / "journal.jsonl")
         _run(federation, place, experiment(sites, rounds), watch)
-        link_seconds = Usage.of(server.pid, LINK).seconds - link_before
-        site_seconds = sum(Usage.of(client.pid).seconds for client in clients) - before
+        link_seconds = Usage.of(server.pid, LINK_PROGRAM).seconds - link_start
+        sites_end = sum(Usage.of(client.pid).seconds for client in clients)
         events = read_journal(place / "run" / "journal.jsonl")
     seconds = [event["seconds_training"] for event in events if event["event"] == "round"]
     messages = 2 * sum(event["event"] == "client" for event in events)
@@ -105,7 +110,7 @@ def measure(sites: int, rounds: int) -> str:
         f"{link:>17.3f}",
         f"{run:>8.3f}",
         f"{link + run:>8.3f}",
-        f"{site_seconds / messages:>8.3f}",
+        f"{(sites_end - sites_start) / messages:>8.3f}",
         f"{watch.server.megabytes:>10.0f} {watch.server.processes:>3}",
         f"{watch.site.megabytes:>8.0f} {watch.site.processes:>3}",
     )
@@ -113,7 +118,7 @@ def measure(sites: int, rounds: int) -> str:
 
 
 class Watch:
-    """Looks at a server and a site while a run is under way.
+    """Observes a server and a site during a run.
 
     ``server``, ``site``: their usage at the peak of memory.
     """
@@ -130,32 +135,33 @@ class Watch:
         self.site = Usage.of(site.pid)
 
     def look(self) -> None:
-        """Look once."""
+        """Record the current usage."""
         self.server = _larger(self.server, Usage.of(self._server.pid))
         self.site = _larger(self.site, Usage.of(self._site.pid))
-        seconds = Usage.of(self._server.pid, RUN).seconds
+        seconds = Usage.of(self._server.pid, RUN_PROGRAM).seconds
         if seconds:
             self._run_seconds.setdefault(self._rounds(), seconds)
 
     def run_seconds_a_round(self) -> float:
         """The processor time of the run's process in a round, without its start and its end."""
-        seen = sorted(round for round in self._run_seconds if round)
-        if len(seen) < 2:
+        rounds = sorted(round for round in self._run_seconds if round)
+        if len(rounds) < 2:
             raise RuntimeError("too few rounds to measure: use more --rounds")
-        first = seen[0]
-        last = seen[-1]
-        return (self._run_seconds[last] - self._run_seconds[first]) / (last - first)
+        first = rounds[0]
+        last = rounds[-1]
+        seconds = self._run_seconds[last] - self._run_seconds[first]
+        return seconds / (last - first)
 
     def _rounds(self) -> int:
-        """How many rounds are complete."""
+        """The number of complete rounds."""
         if not self._journal.is_file():
             return 0
         return sum(event["event"] == "round" for event in read_journal(self._journal))
 
 
-def _larger(usage: Usage, other: Usage) -> Usage:
+def _larger(peak: Usage, current: Usage) -> Usage:
     """The usage with more memory."""
-    return max(usage, other, key=lambda used: used.megabytes)
+    return max(peak, current, key=lambda usage: usage.megabytes)
 
 
 def experiment(sites: int, rounds: int) -> Experiment:
@@ -174,15 +180,15 @@ def experiment(sites: int, rounds: int) -> Experiment:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """A port of this machine that no program uses."""
     with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
+        listening.bind((HOST, 0))
         return int(listening.getsockname()[1])
 
 
 @contextlib.contextmanager
 def _command(name: str, place: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A command of ``fedstill deploy`` that runs as long as the block."""
+    """Run a command of ``fedstill deploy`` during the block."""
     command = [sys.executable, "-m", "fedstill", "deploy", name, str(place)]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=dict(os.environ))
@@ -217,7 +223,7 @@ def _wait(is_true: Callable[[], bool]) -> None:
 
 
 def print_table(numbers: Sequence[int], rounds: int) -> None:
-    """Measure each number of sites, and print a line for it."""
+    """Print a line for each number of sites."""
     print(HEADER)
     for sites in numbers:
         print(measure(sites, rounds), flush=True)
