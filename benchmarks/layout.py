@@ -1,14 +1,13 @@
-"""Which order of memory suits convolutions on a CUDA card: milliseconds a step:
+"""The fastest memory layout for convolutions on a CUDA card, in milliseconds a step:
 ``python -m benchmarks.layout``.
 
-Steps as training takes them, replayed as one launch, so that the card is timed and not
-the processor: forward, backward and SGD of the library's networks, images in either order of
-memory, in each arithmetic.
+A step of training (forward pass, backward pass and SGD) of the library's networks is recorded and
+replayed, so that the card is measured and not the processor. Images are in either layout, in each
+precision.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from benchmarks.options import option_parser
 from fedstill.core.records import ModelSpec, Plan
 from fedstill.engines.devices import make_deterministic, tf32_if_chosen
 from fedstill.engines.hardware import Precision, at_precision
@@ -23,48 +23,56 @@ from fedstill.engines.optimiser import optimiser
 from fedstill.models import contract
 from fedstill.report import terminal
 
-NETWORKS = (
-    (ModelSpec("cnn", (3, 32, 32), 10), 50),
-    (ModelSpec("simple_cnn", (3, 32, 32), 10), 64),
-    (ModelSpec("qkt_cnn_pooled", (3, 32, 32), 10, (("norm", "batch"),)), 32),
-    (ModelSpec("lenet5", (1, 28, 28), 10), 64),
-    (ModelSpec("resnet18", (3, 32, 32), 10, (("norm", "group"),)), 32),
-)
-ORDERS = {"channels last": torch.channels_last, "channels first": torch.contiguous_format}
-KINDS: tuple[Precision, ...] = ("fp32", "tf32", "bf16")
+BATCH_SIZES = {
+    ModelSpec("cnn", (3, 32, 32), 10): 50,
+    ModelSpec("simple_cnn", (3, 32, 32), 10): 64,
+    ModelSpec("qkt_cnn_pooled", (3, 32, 32), 10, (("norm", "batch"),)): 32,
+    ModelSpec("lenet5", (1, 28, 28), 10): 64,
+    ModelSpec("resnet18", (3, 32, 32), 10, (("norm", "group"),)): 32,
+}
+"""The networks, with the size of a batch."""
+
+LAYOUTS = {"channels last": torch.channels_last, "channels first": torch.contiguous_format}
+
+PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16")
+
+WARM_UP_STEPS = 2
 
 
-def step_of(
-    spec: ModelSpec, batch: int, order: torch.memory_format, precision: Precision
+def training_step(
+    spec: ModelSpec, layout: torch.memory_format, precision: Precision
 ) -> Callable[[], None]:
-    """One training step on random images."""
+    """A function that trains one step on random images."""
 
-    def laid(value: Tensor) -> Tensor:
-        return value.cuda().contiguous(memory_format=order) if value.dim() == 4 else value.cuda()
+    def on_card(value: Tensor) -> Tensor:
+        """A value on the card; images and kernels get the layout."""
+        if value.dim() == 4:
+            return value.cuda().contiguous(memory_format=layout)
+        return value.cuda()
 
-    params, names = (
-        {k: laid(v) for k, v in contract.initial(spec, 0).items()},
-        contract.trainable_names(spec),
-    )
-    leaves = [v.requires_grad_() for k, v in params.items() if k in names]
-    network, moves = contract.module(spec).train(), optimiser(Plan(momentum=0.9), leaves, 0.01)
-    x, y = laid(torch.randn(batch, *spec.input_shape)), torch.randint(10, (batch,)).cuda()
+    parameters = {name: on_card(value) for name, value in contract.initial(spec, 0).items()}
+    leaves = [parameters[name].requires_grad_() for name in contract.trainable_names(spec)]
+    network = contract.module(spec).train()
+    sgd = optimiser(Plan(momentum=0.9), leaves, 0.01)
+    batch_size = BATCH_SIZES[spec]
+    images = on_card(torch.randn(batch_size, *spec.input_shape))
+    labels = torch.randint(10, (batch_size,)).cuda()
+    forward = at_precision(contract.forward, precision, images.device)
 
     def step() -> None:
         for leaf in leaves:
             leaf.grad = None
-        cross_entropy(
-            at_precision(contract.forward, precision, x.device)(network, params, x), y
-        ).backward()
-        moves.step()
+        loss = cross_entropy(forward(network, parameters, images), labels)
+        loss.backward()
+        sgd.step()
 
     return step
 
 
 def milliseconds(step: Callable[[], None], replays: int) -> float:
-    """A replay of the step, the mean of many."""
+    """The mean milliseconds of a replayed step."""
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        for _ in range(2):
+        for _ in range(WARM_UP_STEPS):
             step()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")
@@ -79,31 +87,32 @@ def milliseconds(step: Callable[[], None], replays: int) -> float:
     return 1000 * (time.perf_counter() - began) / replays
 
 
+def row(spec: ModelSpec, replays: int) -> list[str]:
+    """The row of a network: all layouts in each precision."""
+    cells = [f"{spec.label}, {BATCH_SIZES[spec]}"]
+    for precision in PRECISIONS:
+        with tf32_if_chosen(precision, torch.device("cuda")):
+            for layout in LAYOUTS.values():
+                step = training_step(spec, layout, precision)
+                cells.append(f"{milliseconds(step, replays):.3f}")
+    return cells
+
+
 def main() -> None:
-    """Print one row a network."""
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--replays", type=int, default=60)
-    given = options.parse_args()
+    """Print a row for each network."""
+    parser = option_parser(__doc__)
+    parser.add_argument("--replays", type=int, default=60, help="replays of each step")
+    options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("benchmarks.layout: torch sees no CUDA device here, and this times one")
+        parser.error("torch sees no CUDA device here, and this benchmark measures one")
     make_deterministic("cuda")
-    rows = []
-    for spec, batch in NETWORKS:
-        row = [f"{spec.label}, {batch}"]
-        for kind in KINDS:
-            with tf32_if_chosen(kind, torch.device("cuda")):
-                row += [
-                    f"{milliseconds(step_of(spec, batch, o, kind), given.replays):.3f}"
-                    for o in ORDERS.values()
-                ]
-        rows.append(row)
+    head = ["network, batch"]
+    for precision in PRECISIONS:
+        head += [f"{precision}, {layout}" for layout in LAYOUTS]
+    rows = [row(spec, options.replays) for spec in BATCH_SIZES]
     screen = terminal.console()
     screen.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; milliseconds a step")
-    screen.print(
-        terminal.PlainTable(
-            ["network, batch", *(f"{kind}, {order}" for kind in KINDS for order in ORDERS)], rows
-        )
-    )
+    screen.print(terminal.PlainTable(head, rows))
 
 
 if __name__ == "__main__":
