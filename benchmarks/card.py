@@ -1,15 +1,14 @@
-"""fedstill on a GPU that is borrowed for minutes: ``python -m benchmarks.card`` measures what it
-can in eight minutes, and writes one JSON file (default: ``results/cards/DEVICE.json``).
+"""Measurements on a borrowed GPU: ``python -m benchmarks.card`` measures for at most eight minutes,
+and writes one JSON file (default: ``results/cards/DEVICE.json``).
 
-Each part runs in a process of its own, with a limit of time; the most important parts come first.
-A part that fails or runs out of time is reported in the file with the last lines of its output, and
-the others go on. The file is written anew after each part, so that nothing is lost if the machine
-is taken back. ``--device cpu --quick`` tries the command in two minutes without a GPU.
+Each part runs in a process of its own with a time limit. The most important parts come first. If a
+part fails or exceeds its limit, the file contains the last lines of its output, and the other parts
+continue. The file is written again after each part, so that nothing is lost if the machine is taken
+back. ``--device cpu --quick`` tries the command in two minutes without a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -28,6 +27,7 @@ import torch
 
 from benchmarks.beside.trees import ROOT, NoSuchCommit, working_tree
 from benchmarks.card_parts import PLAIN, TRANSFORMER
+from benchmarks.options import option_parser
 from fedstill.core.files import write_whole
 from fedstill.engines.devices import has_bfloat16
 from fedstill.engines.hardware import REPLAY, cores
@@ -37,15 +37,15 @@ from fedstill.version import VERSION
 
 MINUTES = 8.0
 GRACE = 5.0
-"""Seconds in which an interrupted part may report what it has done."""
+"""The seconds that an interrupted part has for its report."""
 
 SHORTEST = 10.0
-"""Seconds that a part needs at least; with less time, it is skipped."""
+"""The seconds that a part needs at least; with less time, it is skipped."""
 
 QUICK_ROUNDS = 3
 
 MOST_PROCESSES = 14
-"""The largest number of processes that test at the same time; each needs about 1 GB of a GPU."""
+"""The largest number of simultaneous processes of tests; each needs about 1 GB of a GPU."""
 
 RECORDED = ", recorded"
 """The end of the names of trainings whose steps may be recorded."""
@@ -87,7 +87,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Goal:
-    """A number of a part's result that should be below ``limit`` on an NVIDIA H100."""
+    """A limit on an NVIDIA H100 for a number in a part's result."""
 
     name: str
     part: str
@@ -95,7 +95,7 @@ class Goal:
     limit: float
 
     def compared(self, reports: Sequence[Report]) -> dict[str, Any]:
-        """The goal beside the measurement; None where there is none."""
+        """The goal and the measurement; None if there is no measurement."""
         value = None
         for report in reports:
             if report.name == self.part and report.result:
@@ -111,7 +111,7 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured on a device. ``data``: a folder for the data of the workloads."""
+    """The measurements on a device. ``data``: a folder for the data of the workloads."""
 
     device: str
     quick: bool
@@ -182,7 +182,7 @@ class Plan:
         )
 
     def peers(self) -> Part:
-        """W1 with the peers that can be installed; they train on the CPU."""
+        """W1 with the peers that can be installed. They train on the CPU."""
         options = ["--workloads", "W1", "--pairs", "1", "--rounds", "1", "--minutes", "2"]
         if self.quick:
             options = ["--workloads", "W4", "--pairs", "1", "--rounds", "1", "--only", "fedstill"]
@@ -240,11 +240,11 @@ def goals(device: str) -> list[Goal]:
     ]
 
 
-# Carrying parts out.
+# Running parts.
 
 
-def carry_out(part: Part, limit: float) -> Report:
-    """Run a part until it ends or ``limit`` seconds are over; it then has a moment to report."""
+def run_part(part: Part, limit: float) -> Report:
+    """Run a part until it ends, or for ``limit`` seconds and a short time for its report."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **part.environment}
     _accept_interrupts()
     began = time.monotonic()
@@ -292,8 +292,8 @@ def carry_out(part: Part, limit: float) -> Report:
 
 
 def _accept_interrupts() -> None:
-    """Let parts be interrupted, even if this process ignores SIGINT, as with ``nohup`` and ``&`` in
-    a shell: processes inherit that.
+    """Make sure that parts receive SIGINT. With ``nohup`` or ``&`` in a shell, this process ignores
+    the signal, and its child processes would inherit this.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -309,7 +309,7 @@ def _interrupt(process: subprocess.Popen[bytes]) -> int:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """End a part and all processes that it has started."""
+    """End a part and all its processes."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -332,7 +332,7 @@ def last_json(output: str) -> dict[str, Any] | None:
 
 
 def same_bits(reports: Sequence[Report]) -> dict[str, bool]:
-    """Whether a training with recorded steps gives the model of the same one without, by name."""
+    """Whether a training gives the same model with and without recorded steps, by name."""
     digests = {}
     for report in reports:
         if report.result and report.result.get("model_sha256"):
@@ -389,13 +389,13 @@ def _commit() -> str:
 
 
 def _driver() -> str:
-    """The version of the NVIDIA driver; the error of nvidia-smi if it does not tell it."""
+    """The version of the NVIDIA driver, or the error of nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"unknown: {error}"
-    return (found.stdout or found.stderr).strip()
+    return (process.stdout or process.stderr).strip()
 
 
 def default_path(device: str) -> Path:
@@ -406,7 +406,7 @@ def default_path(device: str) -> Path:
 
 @dataclass
 class Card:
-    """The file of all reports, which is written anew after each of them."""
+    """The file of all reports, which is written again after each of them."""
 
     path: Path
     about: dict[str, Any]
@@ -414,7 +414,7 @@ class Card:
     reports: list[Report] = field(default_factory=list)
 
     def content(self) -> dict[str, Any]:
-        """What the file contains."""
+        """The content of the file."""
         return {
             **self.about,
             "goals": [goal.compared(self.reports) for goal in self.goals],
@@ -429,7 +429,7 @@ class Card:
         write_whole(self.path, (json.dumps(self.content(), indent=1) + "\n").encode())
 
     def measure(self, parts: Sequence[Part], seconds: float) -> None:
-        """Carry out parts, one after another, as long as ``seconds`` last."""
+        """Run parts, one after another, for at most so many seconds."""
         end = time.monotonic() + seconds
         for part in parts:
             limit = min(part.seconds, end - time.monotonic() - GRACE)
@@ -437,7 +437,7 @@ class Card:
                 self.add(Report(name=part.name, state="skipped", output=["no time was left"]))
                 continue
             print(f"{part.name}: at most {limit:.0f} s", file=sys.stderr, flush=True)
-            self.add(carry_out(part, limit))
+            self.add(run_part(part, limit))
 
     @property
     def is_complete(self) -> bool:
@@ -454,7 +454,9 @@ def show(content: Mapping[str, Any]) -> None:
     rows = [(report.name, report.state, *_figures(report)) for report in reports]
     screen.print(terminal.PlainTable(["", "", "rounds", "s a round", "s of all", "result"], rows))
     for name, is_same in content["same_bits_recorded"].items():
-        answer = "the same bits" if is_same else "OTHER BITS"
+        answer = "OTHER BITS"
+        if is_same:
+            answer = "the same bits"
         print(f"{name}: recorded steps give {answer}")
     for goal in content["goals"]:
         print(f"goal on an H100: {goal['goal']} below {goal['below']:g}; here {goal['measured']}")
@@ -477,17 +479,13 @@ def _figures(report: Report) -> tuple[str, str, str, str]:
 
 def main() -> int:
     """Measure, write the file and print a table; 1 if a part failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.card",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu")
     parser.add_argument("--quick", action="store_true", help="smaller workloads, to try it out")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="of all parts together")
-    parser.add_argument("--only", default="", help="parts whose name contains this")
-    parser.add_argument("--skip", default="nothing", help="no parts whose name contains this")
-    parser.add_argument("--commit", default="", help="of this tree, if it is no git repository")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all parts together")
+    parser.add_argument("--only", default="", help="only parts whose name contains this")
+    parser.add_argument("--skip", default="nothing", help="skip parts whose name contains this")
+    parser.add_argument("--commit", default="", help="of this tree, if it is not a git repository")
     parser.add_argument("--show", type=Path, metavar="FILE", help="only print an existing file")
     parser.add_argument("--out", type=Path, help="the file, instead of results/cards/DEVICE.json")
     options = parser.parse_args()

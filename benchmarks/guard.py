@@ -1,9 +1,9 @@
-"""Whether this version is slower than the last release: ``make bench-guard``.
+"""Check that this version is not slower than the last release: ``make bench-guard``.
 
-It times start-up, the first round, rounds of W1, W2 and W4, and a round of a million clients beside
-the last release tag (``benchmarks.beside``), and the time that a run takes beyond training. It ends
-with status 1 if the whole 95 % interval of a ratio lies above 1.05, or if a run takes two seconds
-beyond training.
+The benchmark times start-up, the first round, rounds of W1, W2 and W4, and a round of a million
+clients, compared with the last release tag (``benchmarks.beside``). It also measures the time that
+a run takes beyond training. The status is 1 if the whole 95 % interval of a ratio lies above 1.05,
+or if a run takes more than two seconds beyond training.
 """
 
 from __future__ import annotations
@@ -31,29 +31,21 @@ MOST_OVERHEAD = 2.0
 ONE_RUN = """rounds = 10
 method = "fedntd"
 """
-"""The run of which the overhead is measured: digits with the default measures."""
+"""The config of the run whose overhead is measured: digits with the default measures."""
 
 RUNS = 5
 
 
 def last_release(repository: Path = ROOT) -> str:
     """The last release tag before the current commit; raises NoSuchCommit without one."""
-    command = [
-        "git",
-        "-C",
-        str(repository),
-        "describe",
-        "--tags",
-        "--abbrev=0",
-        "--match",
-        "v[0-9]*",
-    ]
-    found = subprocess.run(command, capture_output=True, encoding="utf-8")
-    if found.returncode:
+    command = ["git", "-C", str(repository), "describe", "--tags", "--abbrev=0"]
+    command += ["--match", "v[0-9]*"]
+    process = subprocess.run(command, capture_output=True, encoding="utf-8")
+    if process.returncode:
         raise NoSuchCommit(
             "no release tag v* before this commit: run git fetch --tags, or name a commit by --rev"
         )
-    return found.stdout.strip()
+    return process.stdout.strip()
 
 
 def overhead(seconds: float, events: Iterable[dict[str, Any]]) -> float:
@@ -66,7 +58,7 @@ def overhead(seconds: float, events: Iterable[dict[str, Any]]) -> float:
 
 
 def measured_overhead() -> float:
-    """The least overhead of a few runs; the others were disturbed by other programs."""
+    """The smallest overhead of a few runs, which other programs disturbed least."""
     return min(_overhead_of_a_run() for _ in range(RUNS))
 
 

@@ -1,5 +1,5 @@
-"""The rate of this machine's kernels: matrix products, and the convolutions of W1's network, with
-one thread per core on all cores.
+"""The rates of kernels on this machine: of matrix products, and of the convolutions of W1's
+network, on all cores with one thread per core.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import conv2d
 
 from fedstill.engines.hardware import cores
 
 SECONDS = 0.6
-"""How long each kernel runs in one try."""
+"""The seconds that a kernel runs in one try."""
 
 TRIES = 3
 
@@ -58,16 +59,18 @@ def limit(measured: dict[str, float], name: str) -> float:
 
 
 def _product(dtype: torch.dtype) -> Kernel:
-    a = torch.randn(1024, 1024).to(dtype)
-    b = torch.randn(1024, 1024).to(dtype)
-    return Kernel(lambda: a @ b, 2 * 1024**3)
+    first = torch.randn(1024, 1024).to(dtype)
+    second = torch.randn(1024, 1024).to(dtype)
+    return Kernel(lambda: first @ second, 2 * 1024**3)
 
 
-def _convolution(inside: int, out: int, side: int, dtype: torch.dtype) -> Kernel:
-    x = torch.randn(50, inside, side, side).to(dtype, memory_format=torch.channels_last)
-    w = torch.randn(out, inside, 5, 5).to(dtype, memory_format=torch.channels_last)
-    operations = 2 * 50 * side * side * out * inside * 25
-    return Kernel(lambda: torch.nn.functional.conv2d(x, w, padding=2), operations)
+def _convolution(channels: int, features: int, side: int, dtype: torch.dtype) -> Kernel:
+    images = torch.randn(50, channels, side, side)
+    images = images.to(dtype, memory_format=torch.channels_last)
+    weights = torch.randn(features, channels, 5, 5)
+    weights = weights.to(dtype, memory_format=torch.channels_last)
+    operations = 2 * images.shape[0] * side * side * weights.numel()
+    return Kernel(lambda: conv2d(images, weights, padding=2), operations)
 
 
 def _rate(make: Callable[[], Kernel]) -> float:

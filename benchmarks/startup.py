@@ -1,5 +1,6 @@
-"""Seconds until something happens: ``python -m benchmarks.startup``. Whole processes, the second
-call and on.
+"""The seconds of whole processes: ``python -m benchmarks.startup``.
+
+Each command runs once before it is timed, so that files and bytecode are cached.
 """
 
 from __future__ import annotations
@@ -8,13 +9,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+from benchmarks.turns import seconds_of
 from fedstill.cli import app
 from fedstill.report import terminal
 
-TIMES = 5
+REPEATS = 5
+"""The number of timed processes of each command."""
+
 EMPTY_APP = """from cyclopts import App
 
 app = App(name="fedstill", result_action="return_value")
@@ -22,57 +27,49 @@ for number in range(COMMANDS):
     app.command(f"nowhere:command{number}", name=f"command{number}", help="A line of help.")
 app(["--help"])
 """
-"""An app whose commands do nothing: the least that ``fedstill --help`` can cost."""
+"""An app whose commands do nothing: the smallest possible cost of ``fedstill --help``."""
 
 CONFIG = """rounds = 1
 method = "fedntd"
 measure = []
 """
 
+COMMANDS: Mapping[str, Sequence[str]] = {
+    "python, doing nothing": ["-c", ""],
+    "import fedstill": ["-c", "import fedstill"],
+    "--help of an empty app with as many lazy commands": ["empty.py"],
+    "fedstill --help": ["-m", "fedstill", "--help"],
+    "fedstill run, one round of the demo's setting": ["-m", "fedstill", "run", "one.toml", "-q"],
+}
+"""The arguments of Python, by the name in the table."""
+
 
 def empty_app() -> str:
-    """A program with as many lazy commands as fedstill has."""
+    """A program with as many lazy commands as fedstill."""
     commands = [name for name in app if not name.startswith("-")]
     return EMPTY_APP.replace("COMMANDS", str(len(commands)))
 
 
-def seconds(command: list[str], folder: Path) -> float:
-    """How long a command takes from start to end; raises CalledProcessError if it fails."""
-    began = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True, cwd=folder)
-    return time.perf_counter() - began
+def run_python(arguments: Sequence[str], folder: Path) -> None:
+    """Run Python in a folder; raises CalledProcessError if it fails."""
+    subprocess.run([sys.executable, *arguments], check=True, capture_output=True, cwd=folder)
 
 
 def main() -> None:
     """Time each command, and print the medians."""
-    python = [sys.executable]
+    rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "one.toml").write_text(CONFIG, encoding="utf-8")
         (folder / "empty.py").write_text(empty_app(), encoding="utf-8")
-        commands = {
-            "python, doing nothing": [*python, "-c", ""],
-            "import fedstill": [*python, "-c", "import fedstill"],
-            "--help of an empty app with as many lazy commands": [*python, "empty.py"],
-            "fedstill --help": [*python, "-m", "fedstill", "--help"],
-            "fedstill run, one round of the demo's setting": [
-                *python,
-                "-m",
-                "fedstill",
-                "run",
-                "one.toml",
-                "-q",
-            ],
-        }
-        rows = []
-        for what, command in commands.items():
-            runs = [seconds(command, folder) for _ in range(1 + TIMES)][1:]
-            rows.append(
-                (what, f"{statistics.median(runs):.2f}", f"{min(runs):.2f}–{max(runs):.2f}")
-            )
-    terminal.console().print(
-        terminal.PlainTable(["whole process", "seconds, median", "min–max"], rows)
-    )
+        for label, arguments in COMMANDS.items():
+            run_python(arguments, folder)
+            command = partial(run_python, arguments, folder)
+            seconds = [seconds_of(command) for _ in range(REPEATS)]
+            median = statistics.median(seconds)
+            rows.append([label, f"{median:.2f}", f"{min(seconds):.2f}–{max(seconds):.2f}"])
+    head = ["whole process", "seconds, median", "min–max"]
+    terminal.console().print(terminal.PlainTable(head, rows))
 
 
 if __name__ == "__main__":

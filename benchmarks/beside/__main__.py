@@ -50,23 +50,25 @@ class Timed:
 
 
 def measure(timed: Timed, pairs: int, rev: Tree, working: Tree, scratch: Path) -> None:
-    """Time so many pairs, and print each."""
+    """Time so many pairs, and print the ratios of each."""
     for number in range(pairs):
-        order = (rev, working) if number % 2 == 0 else (working, rev)
+        order = [rev, working]
+        if number % 2:
+            order.reverse()
         seconds = timed.measurement.time(order, number, scratch)
-        by_tree = {tree.name: taken for tree, taken in zip(order, seconds, strict=True)}
-        old = by_tree[rev.name]
-        new = by_tree[working.name]
-        timed.pairs["wall"].append(Pair(rev=old.wall, working=new.wall))
-        timed.pairs["CPU"].append(Pair(rev=old.cpu, working=new.cpu))
+        rev_seconds = seconds[order.index(rev)]
+        working_seconds = seconds[order.index(working)]
+        timed.pairs["wall"].append(Pair(rev=rev_seconds.wall, working=working_seconds.wall))
+        timed.pairs["CPU"].append(Pair(rev=rev_seconds.cpu, working=working_seconds.cpu))
         latest = ", ".join(f"{clock} {timed.pairs[clock][-1].ratio:.3f}" for clock in CLOCKS)
-        _say(f"{timed.measurement.name}, pair {number + 1} of {pairs}: {latest}")
+        _log(f"{timed.measurement.name}, pair {number + 1} of {pairs}: {latest}")
 
 
 def show(results: Sequence[Timed], limit: float) -> None:
     """Print the table, which ratios are slower, and how many are undecided."""
     screen = terminal.console()
-    screen.width = max(screen.width, 120)  # also where the output goes to a file
+    # A file should get complete lines.
+    screen.width = max(screen.width, 120)
     rows = []
     names: dict[Verdict, list[str]] = {verdict: [] for verdict in Verdict}
     for timed in results:
@@ -92,8 +94,7 @@ def show(results: Sequence[Timed], limit: float) -> None:
     if undecided := names[Verdict.UNDECIDED]:
         screen.print(
             f"{len(undecided)} of {len(rows)} undecided: take more --pairs (at least 6), on a "
-            "machine "
-            "that does nothing else"
+            "machine that does nothing else"
         )
 
 
@@ -133,14 +134,16 @@ def recorded(results: Sequence[Timed], about: Mapping[str, Any], limit: float) -
 def chosen(only: str) -> list[Measurement]:
     """Return the measurements of these groups; raises ValueError for a name that is none."""
     groups = list(dict.fromkeys(measurement.group for measurement in MEASUREMENTS))
-    names = only.split(",") if only else groups
+    names = groups
+    if only:
+        names = only.split(",")
     if unknown := set(names) - set(groups):
         raise ValueError(f"--only {','.join(sorted(unknown))}: not among {','.join(groups)}")
     return [measurement for measurement in MEASUREMENTS if measurement.group in names]
 
 
 def main() -> int:
-    """Time both trees, print and write what came out; 1 if the working tree is slower."""
+    """Time both trees, print and write the results; 1 if the working tree is slower."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.beside",
         description=__doc__,
@@ -177,10 +180,12 @@ def compare(
     with checked_out(revision) as rev, tempfile.TemporaryDirectory() as name:
         about = described(rev, working, limit)
         load = os.getloadavg()
-        note = ", with uncommitted changes" if working.changed else ""
-        _say(f"REV {rev.commit[:12]}; working tree {working.commit[:12]}{note}")
-        _say(f"{about['processor']}, {cores()} cores; load average {load[0]:.2f}")
-        _say("warming up")
+        note = ""
+        if working.changed:
+            note = ", with uncommitted changes"
+        _log(f"REV {rev.commit[:12]}; working tree {working.commit[:12]}{note}")
+        _log(f"{about['processor']}, {cores()} cores; load average {load[0]:.2f}")
+        _log("warming up")
         warm_up((rev, working), Path(name))
         results = [Timed(measurement) for measurement in measurements]
         for timed in results:
@@ -188,7 +193,7 @@ def compare(
     show(results, limit)
     minutes = (time.monotonic() - began) / 60
     loads = {"before": load[0], "after": os.getloadavg()[0]}
-    _say(f"{minutes:.1f} minutes; load average {loads['before']:.2f}, then {loads['after']:.2f}")
+    _log(f"{minutes:.1f} minutes; load average {loads['before']:.2f}, then {loads['after']:.2f}")
     if file:
         contents = recorded(results, {**about, "load_average": loads, "minutes": minutes}, limit)
         file.write_text(json.dumps(contents, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -197,23 +202,29 @@ def compare(
 
 
 def _processor() -> str:
-    """Return the processor's name where Linux gives it, its architecture elsewhere."""
+    """Return the processor's name on Linux, its architecture elsewhere."""
     path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def _interval(ratio: Ratio) -> str:
-    return "" if math.isnan(ratio.low) else f"{ratio.low:.3f}–{ratio.high:.3f}"
+    if math.isnan(ratio.low):
+        return ""
+    return f"{ratio.low:.3f}–{ratio.high:.3f}"
 
 
 def _or_none(number: float) -> float | None:
     """JSON has no nan."""
-    return None if math.isnan(number) else number
+    if math.isnan(number):
+        return None
+    return number
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What is timed in both trees, and how: whole commands, and rounds of a run."""
+"""The measurements of both trees: whole commands, and rounds of a run."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from benchmarks.workloads import WORKLOADS, Workload, write_tensors
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "FEDSTILL_WORKERS")
 
 MOST_EPOCHS = 2
-"""Enough that teachers' outputs are computed in one epoch and reused in another."""
+"""Two epochs are enough: the outputs of teachers are computed in one and reused in the other."""
 
 NOT_INHERITED = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "PYTHONDONTWRITEBYTECODE")
-"""The first two are what ``import fedstill`` decides; without bytecode, start-up is not a
+"""``import fedstill`` sets the first two. Without bytecode, the start would take longer than a
 user's.
 """
 
@@ -45,7 +45,7 @@ class Seconds:
 
 
 class Measurement(Protocol):
-    """Something that is timed in pairs."""
+    """A measurement in pairs."""
 
     @property
     def group(self) -> str:
@@ -60,16 +60,16 @@ class Measurement(Protocol):
         """The number of pairs by default."""
 
     def time(self, trees: Sequence[Tree], number: int, scratch: Path) -> list[Seconds]:
-        """Time fresh processes of the trees in this order, and return the seconds of each.
+        """Time new processes of the trees in this order, and return the seconds of each.
 
-        ``number``: of the pair; it seeds Python's hashes alike in both trees. ``scratch``: a
+        ``number``: of the pair; both trees use it as the seed of Python's hashes. ``scratch``: a
         folder for files that later pairs use again. Raises Failed.
         """
 
 
 @dataclass(frozen=True)
 class Command:
-    """A whole process, from its start to its end, with imports."""
+    """A complete process, from its start to its end, with imports."""
 
     group: str
     name: str
@@ -129,7 +129,9 @@ class Rounds:
                 for tree in trees
             ]
             for turn in range(total):
-                order = runs if turn % 2 == 0 else runs[::-1]
+                order = list(runs)
+                if turn % 2:
+                    order.reverse()
                 for run in order:
                     run.begin_round()
                     run.end_round()
@@ -142,22 +144,23 @@ class Rounds:
 
 
 class TimedRun:
-    """A child process that runs a round whenever it is told to."""
+    """A child process that runs one round for each request."""
 
     def __init__(self, tree: Tree, process: subprocess.Popen[str], errors: IO[str]) -> None:
         self.tree = tree
         self.process = process
         self.errors = errors
         self.seconds: list[Seconds] = []
-        self._line()  # it has imported everything and has its data
+        # The first line says that the process is ready.
+        self._line()
 
     def begin_round(self) -> None:
-        """Have one round run."""
+        """Request one round."""
         assert self.process.stdin is not None
         print(file=self.process.stdin, flush=True)
 
     def end_round(self) -> None:
-        """Wait for the round's end, and keep its seconds."""
+        """Wait for the end of the round, and record its seconds."""
         self.seconds.append(Seconds(**json.loads(self._line())))
 
     def median(self, warm_up: int) -> Seconds:
@@ -181,7 +184,7 @@ class TimedRun:
 def started(
     tree: Tree, variables: Mapping[str, str], task: Mapping[str, Any]
 ) -> Iterator[TimedRun]:
-    """Start a child in a folder of its own; end it when all times have been taken.
+    """Start a child process in a folder of its own, and end it after the block.
 
     ``variables``: its environment. ``task``: the experiment, and the file of its images.
     """
@@ -201,12 +204,15 @@ def started(
                 encoding="utf-8",
             )
         )
-        stack.callback(process.kill)  # it waits for a turn that does not come
+        # After the last round, the process waits for another request.
+        stack.callback(process.kill)
         yield TimedRun(tree, process, errors)
 
 
 def environment(tree: Tree, number: int) -> dict[str, str]:
-    """Return a process's environment: this tree's code, and the same threads in both trees."""
+    """Return the environment of a process: the code of its tree, and the same number of threads in
+    both trees.
+    """
     inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
     threads = dict.fromkeys(THREADS, str(cores()))
     return {

@@ -77,5 +77,7 @@ def ratio_of(pairs: Sequence[Pair]) -> Ratio:
     )
 
 
-def _number(bound: float) -> float:
-    return math.nan if bound is None else float(bound)
+def _number(bound: float | None) -> float:
+    if bound is None:
+        return math.nan
+    return float(bound)

@@ -64,5 +64,6 @@ def _commit(revision: str) -> str:
 
 
 def _git(*arguments: str) -> str:
+    """Return the output of a git command."""
     command = ["git", "-C", str(ROOT), *arguments]
     return subprocess.run(command, check=True, capture_output=True, encoding="utf-8").stdout.strip()
