@@ -1,13 +1,13 @@
-"""How well each strategy of ``fedstill unlearn`` forgets a client, beside an exact result.
+"""How well each strategy of ``fedstill unlearn`` forgets a client, compared with an exact result:
+``python -m benchmarks.forgotten``.
 
-``python -m benchmarks.forgotten`` prints the tables of all studies from the certificates of their
-packs, results/unlearning-NAME. ``--study NAME`` prints those of one study. ``--train FOLDER`` first
-trains its runs in a folder: two scenarios, five seeds.
+The benchmark prints the tables of all studies from the certificates of their packs,
+results/unlearning-NAME. ``--study NAME`` prints those of one study. ``--train FOLDER`` first trains
+its runs in a folder: two scenarios with five seeds each.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.options import option_parser
 from fedstill import Experiment, from_clients, load_dataset, run
 from fedstill.core.errors import Diverged
+from fedstill.core.records import Examples
 from fedstill.data.dataset import Dataset
 from fedstill.report import terminal
 from fedstill.running.packs import readable
@@ -38,13 +40,13 @@ SHOWN = [
 ]
 """The columns of the tables: all shares except these."""
 
-KEPT = {
+COMMON_SETTINGS = {
     "threads": 1,
     "measure": (),
     "keep_updates": True,
     "keep_checkpoints_every": 1,
 }
-"""The settings of all studies: one thread, and everything that a strategy needs."""
+"""The settings of all studies: one thread, and all files that strategies need."""
 
 
 @dataclass(frozen=True)
@@ -62,21 +64,30 @@ class Scenario:
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """The numbers of training and test examples."""
+
+    train: int
+    test: int
+
+
+@dataclass(frozen=True)
 class Study:
     """A data set, its scenarios, and how models are trained.
 
-    ``settings``: keys of the config beside ``KEPT``; ``data.name`` names the data. With a
-    partition, clients are those of the partition. Without one, the examples are dealt out as the
-    scenario says. ``sizes``: of the training and the test set, drawn at random; None for all.
+    ``settings``: keys of the config in addition to ``COMMON_SETTINGS``; ``data.name`` names the
+    data. With a partition, clients are those of the partition. Without one, examples are assigned
+    to clients at random, as far as the scenario allows. ``sizes``: of random subsets; None for all
+    examples.
     """
 
     settings: Mapping[str, Any]
     scenarios: Sequence[Scenario]
-    sizes: tuple[int, int] | None = None
+    sizes: Sizes | None = None
 
     def experiment(self, seed: int) -> Experiment:
         """The original run, with client 0 in it."""
-        return Experiment(**KEPT, **self.settings, seed=seed)
+        return Experiment(**COMMON_SETTINGS, **self.settings, seed=seed)
 
     def dataset(self, scenario: Scenario, seed: int) -> Dataset | None:
         """The examples of each client, or None if the config names all of them."""
@@ -84,11 +95,11 @@ class Study:
             return None
         dataset = load_dataset(self.settings["data"]["name"])
         draws = np.random.default_rng(seed)
-        train, test = dataset.train, dataset.test
+        train = dataset.train
+        test = dataset.test
         if self.sizes is not None:
-            train_size, test_size = self.sizes
-            train = train.take(torch.as_tensor(draws.permutation(len(train))[:train_size]))
-            test = test.take(torch.as_tensor(draws.permutation(len(test))[:test_size]))
+            train = _drawn(train, self.sizes.train, draws)
+            test = _drawn(test, self.sizes.test, draws)
         owners = draws.integers(0, CLIENTS, len(train))
         if scenario.only_class is not None:
             owners[train.labels.numpy() == scenario.only_class] = scenario.client
@@ -103,6 +114,11 @@ class Study:
         return from_clients(
             dataset.name, pairs, test=(test.values, test.labels), classes=dataset.classes
         )
+
+
+def _drawn(examples: Examples, size: int, draws: np.random.Generator) -> Examples:
+    """A random subset of examples."""
+    return examples.take(torch.as_tensor(draws.permutation(len(examples))[:size]))
 
 
 BACKDOOR = Backdoor(target=0, size=2)
@@ -137,7 +153,7 @@ STUDIES: Mapping[str, Study] = {
             "plan": {"epochs": 2, "batch": 20, "lr": 0.02},
         },
         scenarios=(Scenario("only-owner", only_class=7), ONE_OF_MANY),
-        sizes=(1500, 1000),
+        sizes=Sizes(train=1500, test=1000),
     ),
     "cifar10": Study(
         settings={
@@ -147,7 +163,7 @@ STUDIES: Mapping[str, Study] = {
             "plan": {"epochs": 2, "batch": 20, "lr": 0.02},
         },
         scenarios=(Scenario("only-owner", only_class=7), ONE_OF_MANY),
-        sizes=(2000, 1000),
+        sizes=Sizes(train=2000, test=1000),
     ),
 }
 
@@ -211,7 +227,7 @@ def print_tables(study: Study, folder: Path) -> None:
 
 def main() -> None:
     """Print the tables; with ``--train``, after the runs."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = option_parser(__doc__)
     parser.add_argument("--study", choices=STUDIES, help="one study (default: all)")
     parser.add_argument("--train", type=Path, metavar="FOLDER", help="train its runs there first")
     options = parser.parse_args()

@@ -1,15 +1,14 @@
 """Seconds and peak memory of reading files: ``python -m benchmarks.reading [--quick]``.
 
-Tables, series, texts and images of three sizes are written into a temporary folder, and each is
-read in a process of its own, for the first time: fedstill's cache is empty. Beside it another
-library reads the same file. Seconds count from the end of the imports, whose own seconds and memory
-are printed below the table; the peak is the most memory of the process. The files were written just
-before, so they come from the system's memory, not from the disk.
+The benchmark writes tables, series, texts and images of three sizes to a temporary folder. fedstill
+reads each of them in a process of its own, with an empty cache, and another library reads the same
+file. Seconds are without imports, whose seconds and memory are printed below the table. The peak is
+the largest memory of the process. The files have just been written, so they come from the system's
+memory and not from the disk.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -28,14 +27,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from benchmarks.peers.common import cores
+from benchmarks.options import option_parser
+from fedstill.engines.hardware import cores
 from fedstill.report import terminal
 
 IMAGE_SIDE = 64
 CLASSES = 10
 
 
-# Programs: what is imported, and how a file is read. Each runs in a process of its own.
+# Programs that read a file. Each runs in a process of its own.
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ print(json.dumps(cost))
 
 @dataclass(frozen=True)
 class Cost:
-    """What a program took: seconds to read beyond its imports, and the most bytes of memory.
+    """The cost of a program: seconds to read after its imports, and the peak memory in bytes.
 
     start_seconds, start_peak: of the imports alone.
     """
@@ -134,7 +134,7 @@ class Cost:
 
 
 def median_cost(program: Program, path: Path, times: int) -> Cost:
-    """The cost of reading in the process that takes the median time, of so many."""
+    """The cost of reading in the process with the median time, among so many processes."""
     costs = sorted((cost(program, path) for _ in range(times)), key=lambda cost: cost.seconds)
     return costs[len(costs) // 2]
 
@@ -146,26 +146,26 @@ def cost(program: Program, path: Path) -> Cost:
     """
     code = f"path = {str(path)!r}\n{CLOCK}{program.imports}{STARTED}{program.read}{REPORT}"
     with tempfile.TemporaryDirectory() as cache:
-        ran = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code],
             check=True,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "FEDSTILL_CACHE": cache},
         )
-    return Cost(**json.loads(ran.stdout.splitlines()[-1]))
+    return Cost(**json.loads(process.stdout.splitlines()[-1]))
 
 
 # Files.
 
 
 def labels(count: int) -> np.ndarray[Any, Any]:
-    """Class ids, as many of each class."""
+    """Class ids; all classes have the same number."""
     return np.arange(count) % CLASSES
 
 
 def table(count: int) -> pd.DataFrame:
-    """18 columns of numbers, twelve of them whole, and a label."""
+    """Twelve columns of integers, six of decimal numbers, and a label."""
     draw = np.random.default_rng(0)
     columns: dict[str, Any] = {}
     for index in range(12):
@@ -231,12 +231,12 @@ def write_image_parquet(path: Path, count: int) -> None:
     pq.write_table(pa.table({"image": cells, "label": labels(count)}), path)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """Files of one kind.
 
-    file: the name of the file; write: makes it, of so many examples; sizes: the numbers of
-    examples, in order.
+    file: the name of the file. write: writes a file with so many examples. sizes: the numbers of
+    examples, in ascending order. yardstick: the program that reads the same file.
     """
 
     name: str
@@ -250,26 +250,57 @@ class Case:
 TABLE_SIZES = (10_000, 100_000, 1_000_000)
 IMAGE_SIZES = (200, 2_000, 20_000)
 
+SERIES_SIZES = (1_000, 10_000, 100_000)
+TEXT_SIZES = (2_000, 20_000, 200_000)
+
 CASES = (
-    Case("table, parquet", "tables", "rows.parquet", write_parquet, TABLE_SIZES, PANDAS_PARQUET),
-    Case("table, CSV", "tables", "rows.csv", write_csv, TABLE_SIZES, PANDAS_CSV),
     Case(
-        "series of 3 × 128",
-        "series",
-        "waves.parquet",
-        write_series,
-        (1_000, 10_000, 100_000),
-        ARROW,
+        name="table, parquet",
+        group="tables",
+        file="rows.parquet",
+        write=write_parquet,
+        sizes=TABLE_SIZES,
+        yardstick=PANDAS_PARQUET,
     ),
-    Case("texts", "texts", "news.parquet", write_texts, (2_000, 20_000, 200_000), PANDAS_PARQUET),
-    Case("JPEGs in folders", "images", "photos", write_image_folder, IMAGE_SIZES, PILLOW_FILES),
     Case(
-        "JPEGs in parquet",
-        "images",
-        "photos.parquet",
-        write_image_parquet,
-        IMAGE_SIZES,
-        PILLOW_PARQUET,
+        name="table, CSV",
+        group="tables",
+        file="rows.csv",
+        write=write_csv,
+        sizes=TABLE_SIZES,
+        yardstick=PANDAS_CSV,
+    ),
+    Case(
+        name="series of 3 × 128",
+        group="series",
+        file="waves.parquet",
+        write=write_series,
+        sizes=SERIES_SIZES,
+        yardstick=ARROW,
+    ),
+    Case(
+        name="texts",
+        group="texts",
+        file="news.parquet",
+        write=write_texts,
+        sizes=TEXT_SIZES,
+        yardstick=PANDAS_PARQUET,
+    ),
+    Case(
+        name="JPEGs in folders",
+        group="images",
+        file="photos",
+        write=write_image_folder,
+        sizes=IMAGE_SIZES,
+        yardstick=PILLOW_FILES,
+    ),
+    Case(
+        name="JPEGs in parquet",
+        group="images",
+        file="photos.parquet",
+        write=write_image_parquet,
+        sizes=IMAGE_SIZES,
+        yardstick=PILLOW_PARQUET,
     ),
 )
 
@@ -279,7 +310,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Row:
-    """What reading the files of a case took."""
+    """The cost of reading the files of a case, with fedstill and with the yardstick."""
 
     case: str
     file_bytes: int
@@ -310,9 +341,10 @@ def measure(case: Case, count: int, times: int = 1) -> Row:
             yardstick=case.yardstick.name,
             yardstick_cost=median_cost(case.yardstick, path, times),
         )
-    for name, taken in ((FEDSTILL.name, row.fedstill), (row.yardstick, row.yardstick_cost)):
-        if taken.examples != count:
-            raise RuntimeError(f"{name} read {taken.examples} of {count} examples")
+    costs = {FEDSTILL.name: row.fedstill, row.yardstick: row.yardstick_cost}
+    for name, program_cost in costs.items():
+        if program_cost.examples != count:
+            raise RuntimeError(f"{name} read {program_cost.examples} of {count} examples")
     return row
 
 
@@ -322,7 +354,7 @@ HEAD = [
     "file, MB",
     "fedstill, s",
     "peak, MB",
-    "beside it",
+    "compared with",
     "seconds",
     "peak, MB",
     "times as long",
@@ -347,7 +379,8 @@ def cells(row: Row) -> list[str]:
 def show(rows: Sequence[Row]) -> None:
     """Print the table, and the median start-up of each program."""
     screen = terminal.console()
-    screen.width = max(screen.width, 120)  # also where the output goes to a file
+    # A file should get complete lines.
+    screen.width = max(screen.width, 120)
     screen.print(terminal.PlainTable(HEAD, [cells(row) for row in rows]))
     costs: dict[str, list[Cost]] = {"fedstill": [row.fedstill for row in rows]}
     for row in rows:
@@ -369,18 +402,14 @@ def recorded(rows: Sequence[Row]) -> Mapping[str, Any]:
 
 
 def main() -> None:
-    """Measure the cases, and print and write what they cost."""
+    """Measure the cases, and print and write their costs."""
     groups = list(dict.fromkeys(case.group for case in CASES))
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.reading",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="only the smallest size of each case")
     parser.add_argument("--largest", action="store_true", help="only the largest size")
     parser.add_argument("--only", nargs="+", choices=groups, default=groups, metavar="GROUP")
     parser.add_argument(
-        "--times", type=int, default=3, help="processes of each, of which the median counts"
+        "--times", type=int, default=3, help="processes of each, whose median is printed"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
     options = parser.parse_args()
