@@ -4,7 +4,7 @@ runs: ``python -m benchmarks.phases FOLDER ...``.
 Each folder contains runs that differ only in their seed, e.g. a row of ``results/``. The first
 table contains means over the clients with a query: the gain on the queried classes, the loss on the
 client's own classes (both relative to its model before phase 1), and the training objective in the
-last epoch. "no peer" is the number of clients without a teacher. The effect of the second phase is
+last epoch. "no teacher" is the number of clients without one. The effect of the second phase is
 paired by seed: the mean over the clients of a seed, with the 95 % interval over seeds. If a part of
 the head was frozen (``method.frozen``), the last table contains the frozen share of its rows, and
 the gain by the frozen share of the queried row.
@@ -274,10 +274,10 @@ def main() -> None:
 
     screen = terminal.console()
     head = ["gain 1", "loss 1", "objective 1", "gain 2", "loss 2", "objective 2"]
-    print_table([*head, "asked", "no peer"], groups, by_phase)
+    print_table([*head, "clients", "no teacher"], groups, by_phase)
     screen.print("\nclients: gain / loss [%], by the number of teachers")
     print_table([teachers.name for teachers in NUMBERS_OF_TEACHERS], groups, by_teachers)
-    screen.print("\nwhat phase 2 adds, in points, paired by seed")
+    screen.print("\nthe effect of phase 2, in points, paired by seed")
     print_table(["gain", "95 % interval", "loss", "95 % interval", "seeds"], groups, added)
 
     frozen = {}
@@ -287,10 +287,10 @@ def main() -> None:
             frozen[name] = frozen_clients
     if frozen:
         screen.print(
-            "\nentries frozen [%] by row of the head; clients: gain 1 to gain 2 [%], by how much "
-            "of the row asked for"
+            "\nfrozen entries [%] by row of the head; clients: gain 1 to gain 2 [%], by the frozen "
+            "share [%] of the queried row"
         )
-        head = ["asked for", "own", "others", *(share.name for share in FROZEN_SHARES)]
+        head = ["queried", "local", "remaining", *(share.name for share in FROZEN_SHARES)]
         print_table(head, frozen, by_frozen_share)
 
 
