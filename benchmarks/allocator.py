@@ -34,7 +34,7 @@ def measure(name: str, pairs: int) -> list[Sequence[str]]:
         changes={"engine": "pooled"},
         rounds=1 + pairs,
     )
-    returning = started("handed back", "0", training)
+    returning = started("returned", "0", training)
     keeping = started("kept", "1", training)
     run_in_turns((returning, keeping), pairs)
 

@@ -133,7 +133,7 @@ def measure(name: str, pairs: int, limits: Limits) -> None:
         f"{last.request('checkpoint'):.3g} s"
     )
     screen.print(
-        f"largest difference to plain PyTorch's model after one round: {difference:.1e} of its "
+        f"largest difference from plain PyTorch's model after one round: {difference:.1e} of its "
         "largest weight"
     )
     for contestant in contestants:

@@ -21,7 +21,7 @@ from benchmarks.turns import ratios, spread
 from fedstill.engines.hardware import cores
 from fedstill.report import terminal
 
-IMPORTS = {"the library's": "import torch, fedstill", "fedstill's": "import fedstill"}
+IMPORTS = {"OpenMP's default": "import torch, fedstill", "fedstill's": "import fedstill"}
 """The first import decides, because OpenMP reads its setting when torch loads it."""
 
 ROUNDS = {"W2": 4, "W4": 20}
@@ -81,7 +81,7 @@ def measure(workload: str, busy: int, turns: int) -> Sequence[str]:
         for _ in range(turns):
             for name, imports in IMPORTS.items():
                 seconds[name].append(median_round(workload, imports))
-    speed_up = ratios(seconds["the library's"], seconds["fedstill's"])
+    speed_up = ratios(seconds["OpenMP's default"], seconds["fedstill's"])
     return workload, str(busy), *map(spread, seconds.values()), spread(speed_up)
 
 
@@ -98,7 +98,7 @@ def main() -> None:
         rows += [measure(workload, busy, options.pairs) for busy in options.busy]
     screen = terminal.console()
     screen.print(f"{cores()} cores; seconds a round, median (min–max) over {options.pairs} turns")
-    screen.print(terminal.PlainTable(["", "busy beside it", *IMPORTS, "times as fast"], rows))
+    screen.print(terminal.PlainTable(["", "busy processes", *IMPORTS, "times as fast"], rows))
 
 
 if __name__ == "__main__":

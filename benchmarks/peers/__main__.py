@@ -122,7 +122,7 @@ def show(task: Task, entries: Sequence[Entry]) -> bool:
         screen.print(f"{entry.contestant.name}: {_setup(entry)}", markup=False, soft_wrap=True)
 
     if fedstill is None:
-        screen.print("fedstill did not run: nothing is compared")
+        screen.print("fedstill did not run, so nothing is compared")
         return False
     different = [
         entry.contestant.name for entry in complete if not is_same_training(task, entry, fedstill)
@@ -131,8 +131,8 @@ def show(task: Task, entries: Sequence[Entry]) -> bool:
         screen.print(f"NOT THE SAME TRAINING: {', '.join(different)}")
         return False
     screen.print(
-        f"all that ran end with the same model: within {MAX_DISTANCE:g} of the way trained, "
-        f"{100 * MAX_ACCURACY_DIFFERENCE:g} points"
+        f"all contestants that ran have the same model: distances up to {MAX_DISTANCE:g}, "
+        f"accuracies within {100 * MAX_ACCURACY_DIFFERENCE:g} points"
     )
     return True
 

@@ -37,8 +37,8 @@ class Outcome:
 
 
 def adopt() -> None:
-    """Keep processes whose parent has ended (Ray leaves some) among the descendants of this one.
-    Linux only.
+    """Keep processes whose parent has ended (Ray leaves some) among the descendants of this
+    process. Linux only.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
