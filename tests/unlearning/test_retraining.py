@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,9 +54,26 @@ if toys.has("querying"):
     )
 
 
+Originals = Callable[[str], Path]
+"""The run directory of an experiment by its name."""
+
+
 def trained(experiment: Experiment, folder: Path) -> Path:
     run(experiment, folder, toys.blobs())
     return folder
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Originals:
+    """Each experiment is trained once: unlearning and replays only read its run."""
+    known: dict[str, Path] = {}
+
+    def folder_of(name: str) -> Path:
+        if name not in known:
+            known[name] = trained(EXPERIMENTS[name], tmp_path_factory.mktemp("original") / "run")
+        return known[name]
+
+    return folder_of
 
 
 def retrained(folder: Path, request: UnlearningRequest, out: Path) -> Unlearned:
@@ -68,11 +86,12 @@ def events(folder: Path) -> list[Event]:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_it_is_the_run_configured_without_the_client(name: str, tmp_path: Path) -> None:
-    experiment = EXPERIMENTS[name]
-    folder = trained(experiment, tmp_path / "run")
-    result = retrained(folder, UnlearningRequest(clients=(3,)), tmp_path / "new").result
-    configured = experiment.with_values({"unlearning.clients": [3]}, "test")
+def test_it_is_the_run_configured_without_the_client(
+    name: str, original: Originals, tmp_path: Path
+) -> None:
+    request = UnlearningRequest(clients=(3,))
+    result = retrained(original(name), request, tmp_path / "new").result
+    configured = EXPERIMENTS[name].with_values({"unlearning.clients": [3]}, "test")
     reference = run(configured, tmp_path / "reference", toys.blobs())
     assert same_bits(result.model, reference.model)
     assert events(tmp_path / "new") == events(tmp_path / "reference")
@@ -81,9 +100,9 @@ def test_it_is_the_run_configured_without_the_client(name: str, tmp_path: Path) 
 @pytest.mark.parametrize("name", ["parallel", "chain", "tasks", "drift"])
 @pytest.mark.parametrize("client", range(6))
 def test_it_is_a_replay_in_which_the_client_never_acts(
-    name: str, client: int, tmp_path: Path
+    name: str, client: int, original: Originals, tmp_path: Path
 ) -> None:
-    folder = trained(EXPERIMENTS[name], tmp_path / "run")
+    folder = original(name)
     result = retrained(folder, UnlearningRequest(clients=(client,)), tmp_path / "new").result
     with Replay.of_round(folder, 1, toys.blobs()).session() as session:
         *_, state = session.rounds(change=Without(frozenset({client})))
@@ -91,8 +110,10 @@ def test_it_is_a_replay_in_which_the_client_never_acts(
 
 
 @pytest.mark.parametrize("name", ["tasks", "drift"])
-def test_nobody_takes_the_place_of_the_client_in_a_task(name: str, tmp_path: Path) -> None:
-    folder = trained(EXPERIMENTS[name], tmp_path / "run")
+def test_nobody_takes_the_place_of_the_client_in_a_task(
+    name: str, original: Originals, tmp_path: Path
+) -> None:
+    folder = original(name)
     retrained(folder, UnlearningRequest(clients=(3,)), tmp_path / "new")
 
     def acting(folder: Path) -> set[tuple[int, str, int]]:
@@ -112,12 +133,13 @@ class WithoutClientThree(Parallel):
         return [client for client in super().draw(round, world) if client != 3]
 
 
-def test_it_is_a_run_whose_topology_leaves_the_client_out(tmp_path: Path) -> None:
+def test_it_is_a_run_whose_topology_leaves_the_client_out(
+    original: Originals, tmp_path: Path
+) -> None:
     """This reference uses nothing of the package."""
     register("topology", "without_client_three")(WithoutClientThree)
-    experiment = EXPERIMENTS["parallel"]
-    folder = trained(experiment, tmp_path / "run")
-    result = retrained(folder, UnlearningRequest(clients=(3,)), tmp_path / "new").result
+    request = UnlearningRequest(clients=(3,))
+    result = retrained(original("parallel"), request, tmp_path / "new").result
     topology = {"kind": "without_client_three", "clients": 6, "sampled": 4}
     reference = run(
         toys.toy("scaffold", rounds=4, topology=topology), tmp_path / "reference", toys.blobs()
@@ -126,9 +148,9 @@ def test_it_is_a_run_whose_topology_leaves_the_client_out(tmp_path: Path) -> Non
 
 
 def test_training_starts_at_the_last_checkpoint_before_the_client_took_part(
-    tmp_path: Path,
+    original: Originals, tmp_path: Path
 ) -> None:
-    folder = trained(EXPERIMENTS["parallel"], tmp_path / "run")
+    folder = original("parallel")
     acted = {
         client: min(
             event["round"]
@@ -139,8 +161,8 @@ def test_training_starts_at_the_last_checkpoint_before_the_client_took_part(
     }
     late = max(acted, key=lambda client: acted[client])
     assert acted[late] > 1, "a client of the toy run must join late"
-    original = OriginalRun.of(folder, toys.blobs())
-    assert first_round_of(original, frozenset({late})) == acted[late]
+    whole = OriginalRun.of(folder, toys.blobs())
+    assert first_round_of(whole, frozenset({late})) == acted[late]
     certificate = retrained(
         folder, UnlearningRequest(clients=(late,)), tmp_path / "new"
     ).certificate
@@ -335,9 +357,8 @@ def test_the_client_s_own_tests_are_forgotten_too(
     assert all("3" not in accuracies for accuracies in tested)
 
 
-def test_a_second_request_forgets_both(tmp_path: Path) -> None:
-    experiment = EXPERIMENTS["parallel"]
-    folder = trained(experiment, tmp_path / "run")
+def test_a_second_request_forgets_both(original: Originals, tmp_path: Path) -> None:
+    folder = original("parallel")
     retrained(folder, UnlearningRequest(clients=(3,)), tmp_path / "first")
     second = retrained(tmp_path / "first", UnlearningRequest(clients=(1,)), tmp_path / "second")
     both = retrained(folder, UnlearningRequest(clients=(1, 3)), tmp_path / "both")
@@ -346,9 +367,8 @@ def test_a_second_request_forgets_both(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["parallel", "drift"])
-def test_a_killed_unlearning_continues(name: str, tmp_path: Path) -> None:
-    experiment = EXPERIMENTS[name]
-    folder = trained(experiment, tmp_path / "run")
+def test_a_killed_unlearning_continues(name: str, original: Originals, tmp_path: Path) -> None:
+    folder = original(name)
     request = UnlearningRequest(clients=(3,))
     whole = retrained(folder, request, tmp_path / "whole").result
     stopped = retrained(folder, request, tmp_path / "stopped").result.directory
@@ -368,8 +388,7 @@ def test_a_run_that_forgets_nothing_has_the_config_that_it_always_had(tmp_path: 
     assert "unlearning" not in (folder / "config.toml").read_text(encoding="utf-8")
 
 
-def test_the_census_does_without_the_client(tmp_path: Path) -> None:
-    folder = trained(EXPERIMENTS["census"], tmp_path / "run")
-    retrained(folder, UnlearningRequest(clients=(3,)), tmp_path / "new")
+def test_the_census_does_without_the_client(original: Originals, tmp_path: Path) -> None:
+    retrained(original("census"), UnlearningRequest(clients=(3,)), tmp_path / "new")
     census = [event for event in events(tmp_path / "new") if event.get("name") == "census"]
     assert [event["client"] for event in census] == [0, 1, 2, 4, 5]
