@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -24,20 +25,32 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def imported(folder: Path, *words: str) -> set[str]:
-    """The modules that ``fedstill explain`` imports in a process of its own."""
-    program = (
-        "import sys; from fedstill.cli import call; "
-        "code = call(['explain', *sys.argv[1:]]); print(*sys.modules); sys.exit(code)"
-    )
+PROGRAM = """
+import json
+import sys
+from fedstill.cli import call
+
+before = set()
+imported = []
+for words in json.loads(sys.argv[1]):
+    if code := call(["explain", *words]):
+        sys.exit(code)
+    imported.append(sorted(set(sys.modules) - before))
+    before = set(sys.modules)
+print(json.dumps(imported))
+"""
+
+
+def imported(folder: Path, *commands: list[str]) -> list[set[str]]:
+    """The modules that each ``fedstill explain`` imports, one after another in one process."""
     done = subprocess.run(
-        [sys.executable, "-c", program, *words],
+        [sys.executable, "-c", PROGRAM, json.dumps(commands)],
         cwd=folder,
         capture_output=True,
         text=True,
         check=True,
     )
-    return set(done.stdout.splitlines()[-1].split())
+    return [set(names) for names in json.loads(done.stdout.splitlines()[-1])]
 
 
 def write_table(path: Path) -> None:
@@ -58,22 +71,7 @@ def write_images(path: Path) -> None:
     np.savez(path, **arrays)
 
 
-def test_explain_imports_no_package_that_it_does_not_use(folder: Path) -> None:
-    write_images(folder / "shapes.npz")
-    (folder / "my.toml").write_text('data = "shapes.npz"\npartition = "iid"\n')
-    modules = imported(folder, "my.toml", "-s", "topology.clients=5")
-    assert "torch" in modules
-    assert modules.isdisjoint(NOT_NEEDED)
-
-
-def test_explain_of_a_table_imports_no_package_that_it_does_not_use(folder: Path) -> None:
-    write_table(folder / "hospitals.csv")
-    (folder / "my.toml").write_text('data = "hospitals.csv"\ntopology = {clients = 3}\n')
-    by_hospital = "partition={kind='column', column='hospital'}"
-    modules = imported(folder, "my.toml", "-s", by_hospital)
-    assert modules.isdisjoint(NOT_NEEDED)
-
-
+FEDERATED = ["--engine", "flower", "--federation", "fed"]
 HEART = """
 [data]
 name = "none"
@@ -89,6 +87,25 @@ clients = 4
 """
 
 
+def test_explain_imports_no_package_that_it_does_not_use(folder: Path) -> None:
+    write_images(folder / "shapes.npz")
+    (folder / "images.toml").write_text('data = "shapes.npz"\npartition = "iid"\n')
+    write_table(folder / "hospitals.csv")
+    (folder / "table.toml").write_text('data = "hospitals.csv"\ntopology = {clients = 3}\n')
+    (folder / "heart.toml").write_text(HEART)
+    by_hospital = "partition={kind='column', column='hospital'}"
+    of_federation, of_images, of_table = imported(
+        folder,
+        ["heart.toml", *FEDERATED],
+        ["images.toml", "-s", "topology.clients=5"],
+        ["table.toml", "-s", by_hospital],
+    )
+    assert "torch" in of_federation
+    assert of_federation.isdisjoint({*NOT_NEEDED, "flwr"})
+    assert of_images.isdisjoint(NOT_NEEDED)
+    assert of_table.isdisjoint(NOT_NEEDED)
+
+
 def test_a_federation_is_explained_without_its_clients(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,11 +113,9 @@ def test_a_federation_is_explained_without_its_clients(
     assert call(["explain", "heart.toml"]) == 2
     assert "flower.federation" in capsys.readouterr().err
 
-    words = ["heart.toml", "--engine", "flower", "--federation", "fed"]
-    assert call(["explain", *words]) == 0
+    assert call(["explain", "heart.toml", *FEDERATED]) == 0
     output = capsys.readouterr().out
     assert "known to the sites only" in output
-    assert imported(folder, *words).isdisjoint({*NOT_NEEDED, "flwr"})
 
 
 def test_a_simulated_federation_is_explained(
