@@ -99,19 +99,10 @@ def test_every_config_table_has_a_place() -> None:
         assert names.index(table.name) > names.index(table.follows)
 
 
-@pytest.mark.parametrize(
-    ("package", "setting"),
-    [
-        ("privacy", "privacy.clip=1"),
-        ("querying", "query.draw=all"),
-    ],
-)
-def test_the_table_of_a_missing_package_is_an_unknown_key(
-    package: str, setting: str, tmp_path: Path
-) -> None:
-    command = [sys.executable, "-m", "fedstill", "explain", "-s", setting]
+def test_the_table_of_a_missing_package_is_an_unknown_key(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedstill", "explain", "-s", "privacy.clip=1"]
     done = subprocess.run(
-        command, env=without(package), cwd=tmp_path, capture_output=True, text=True
+        command, env=without("privacy"), cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert f"fedstill.{package}" in done.stderr
+    assert "fedstill.privacy" in done.stderr
