@@ -17,6 +17,7 @@ import toys
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import Interrupted
 from fedstill.core.files import digest
+from fedstill.data.dataset import Dataset
 from fedstill.running import journal as journals
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.recording import Quiet
@@ -99,8 +100,13 @@ def with_changed_config(folder: Path, config: str) -> Path:
     return folder
 
 
-def stopped(experiment: Experiment, folder: Path, stages: int = 2) -> Path:
-    """The directory of a run that was stopped after so many stages."""
+def stopped(
+    experiment: Experiment, folder: Path, stages: int = 2, data: Dataset | None = None
+) -> Path:
+    """The directory of a run that was stopped after so many stages.
+
+    data: the toy images, if none are given.
+    """
     with pytest.raises(Interrupted):
-        run(experiment, folder, toys.blobs(), watch=StopAfter(stages))
+        run(experiment, folder, data or toys.blobs(), watch=StopAfter(stages))
     return folder

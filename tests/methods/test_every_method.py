@@ -15,6 +15,7 @@ from fedstill.config.experiment import Experiment
 from fedstill.core import descriptions, registry
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import Interrupted
+from fedstill.data.dataset import Dataset
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.runner import resume, run
 from flowers import needs_flower
@@ -48,9 +49,12 @@ def experiment(name: str) -> Experiment:
                 "teach_server": {"epochs": 16},
             },
         }
-    # the longer a chain, the more stages to stop after
-    clients = 4 if method.topology == "sequential" else 6
-    return toys.toy(name, **{**toys.suited(name), "topology": {"clients": clients}, **model})
+    return toys.toy(name, **{**toys.suited(name), "topology": {"clients": 4}, **model})
+
+
+def data() -> Dataset:
+    """Fifty examples for each of four clients."""
+    return toys.blobs(size=200)
 
 
 def shorter(name: str) -> Experiment:
@@ -71,7 +75,7 @@ def whole(
         patch.setenv("FEDSTILL_WORKERS", "3")
         # with threads, however small the networks
         patch.setattr("fedstill.engines.pooled.LIGHT_FLOPS", 0.0)
-        run(replace(shorter(request.param), engine="pooled"), folder, data=toys.blobs())
+        run(replace(shorter(request.param), engine="pooled"), folder, data=data())
     return request.param, folder
 
 
@@ -91,10 +95,10 @@ def test_by_the_serial_engine_and_resumed_after_any_stage_it_has_the_same_bits(
     """
     name, folder = whole
     serial = replace(shorter(name), engine="serial")
-    other, stops = stopped(serial, tmp_path / "run", stages=1), 1
+    other, stops = stopped(serial, tmp_path / "run", 1, data()), 1
     while True:
         try:
-            resume(other, toys.blobs(), watch=StopAfter(1))
+            resume(other, data(), watch=StopAfter(1))
             break
         except Interrupted:
             stops += 1
@@ -126,7 +130,8 @@ def test_over_flower_and_resumed_it_has_the_same_bits(
         }
     )
     over = replace(shorter(name), engine="flower")
-    resume(stopped(over, tmp_path / "run", stages=max(1, stages // 2)), data=toys.blobs())
+    half = stopped(over, tmp_path / "run", max(1, stages // 2), data())
+    resume(half, data=data())
     assert (tmp_path / "run/model.safetensors").read_bytes() == (
         folder / "model.safetensors"
     ).read_bytes()

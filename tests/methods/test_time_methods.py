@@ -17,6 +17,7 @@ from double import in_double
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import Interrupted
+from fedstill.data.dataset import Dataset
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
@@ -54,12 +55,17 @@ def experiment(which: str, **changes: Any) -> Experiment:
     return toys.toy(METHODS[which], **{**values, **changes})
 
 
+def data() -> Dataset:
+    """Several batches of ten for most clients."""
+    return toys.blobs(size=150)
+
+
 @pytest.fixture(scope="module", params=METHODS)
 def whole(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    run(experiment(request.param), folder, toys.blobs())
+    run(experiment(request.param), folder, data())
     return request.param, folder
 
 
@@ -71,10 +77,10 @@ def test_it_goes_through_its_tasks_and_refuses_nothing(whole: tuple[str, Path]) 
 
 def test_it_is_resumed_after_every_stage(whole: tuple[str, Path], tmp_path: Path) -> None:
     which, folder = whole
-    other = stopped(experiment(which), tmp_path / "run", stages=1)
+    other = stopped(experiment(which), tmp_path / "run", 1, data())
     while True:
         try:
-            resume(other, toys.blobs(), watch=StopAfter(1))
+            resume(other, data(), watch=StopAfter(1))
             break
         except Interrupted:
             pass
@@ -87,7 +93,7 @@ def test_other_engines_give_the_same_bits(
 ) -> None:
     which, folder = whole
     monkeypatch.setenv("FEDSTILL_WORKERS", "2")
-    run(replace(experiment(which), engine=engine), tmp_path / "run", toys.blobs())
+    run(replace(experiment(which), engine=engine), tmp_path / "run", data())
     assert (tmp_path / "run/model.safetensors").read_bytes() == (
         folder / "model.safetensors"
     ).read_bytes()
@@ -99,10 +105,7 @@ def test_other_engines_give_the_same_bits(
 
 @pytest.mark.parametrize("which", METHODS)
 def test_a_stack_of_clients_gives_the_same_up_to_rounding(which: str) -> None:
-    runs = [
-        prepare(resolve(experiment(which, engine=e)), toys.blobs())
-        for e in ("serial", "vectorised")
-    ]
+    runs = [prepare(resolve(experiment(which, engine=e)), data()) for e in ("serial", "vectorised")]
     alone, together = (stacking.tensors(stacking.rounds(in_double(r), 6)[0]) for r in runs)
     assert list(alone) == list(together)
     for name, value in alone.items():
