@@ -50,12 +50,12 @@ OTHERS = tuple(1.0 - weight for weight in SOME)
 @functools.cache
 def unequal() -> Dataset:
     """Blobs of which the first class is the most frequent, and the last the rarest."""
-    blobs = toys.blobs(size=300)
+    blobs = toys.blobs(size=160)
     labels = blobs.train.labels
     rank = torch.zeros_like(labels)
     for label in range(toys.CLASSES):
         rank[labels == label] = torch.arange(int((labels == label).sum()))
-    few = rank < torch.tensor([60, 30, 20, 15, 8])[labels]
+    few = rank < torch.tensor([32, 16, 12, 8, 6])[labels]
     train = blobs.train.take(few.nonzero().flatten())
     return from_tensors(
         "unequal",

@@ -60,7 +60,7 @@ def two_rounds(name: str, kind: str, engine: str, network: object = None) -> sta
         one = {"gamma": (1.0,), "variance": (1.0,), "prior_variance": (1.0,), "passes": 0}
         changes |= {"method": {"name": name, **one}, "topology": {"clients": 3}}
     ready = in_double(
-        prepare(resolve(stacking.experiment(name, engine, **changes)), small_data(kind))
+        prepare(resolve(stacking.experiment(name, engine, **changes)), small_data(kind, size=48))
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")

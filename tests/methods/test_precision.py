@@ -136,7 +136,7 @@ def test_serial_and_pooled_have_the_same_bits_in_bfloat16(
     for engine, kind in (("serial", "bf16"), ("pooled", "bf16"), ("pooled", "fp32")):
         folders[engine, kind] = tmp_path / f"{engine}-{kind}"
         experiment = stacking.experiment(name, engine, precision=kind, rounds=2)
-        run(experiment, folders[engine, kind], data=toys.blobs())
+        run(experiment, folders[engine, kind], data=stacking.few_blobs())
     model = {k: (f / "model.safetensors").read_bytes() for k, f in folders.items()}
     assert model["serial", "bf16"] == model["pooled", "bf16"] != model["pooled", "fp32"]
     serial, pooled = (
