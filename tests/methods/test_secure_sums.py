@@ -58,7 +58,7 @@ def secret(method: object = "fedavg", *, privacy: dict[str, object] = ON, **chan
 
 
 def of_method(name: str, **changes: object):
-    values = {**toys.suited(name), **changes}
+    values = {"plan": {"epochs": 1, "batch": 20, "lr": 0.2}, **toys.suited(name), **changes}
     values["rounds"] = min(2, values["rounds"])
     asked = secret(name, **values)
     return (
