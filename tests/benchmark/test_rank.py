@@ -293,6 +293,16 @@ def test_entries_of_a_suite_whose_learning_rate_one_row_chooses_need_only_its_fi
     assert call(check) == 1, "a learning rate that FedAvg does not try"
 
 
+def test_choosing_for_a_bound_which_has_no_tries_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    choose = ["rank", "choose", "digits", "--track", "space", "--out", "out"]
+    assert call([*choose, "--methods", "fedntd,joint"]) == 2
+    assert capsys.readouterr().err == (
+        "fedstill: digits-space: joint is a bound, so it has no fields to choose; leave it out\n"
+    )
+
+
 def test_choosing_a_track_whose_fields_another_chooses_says_which(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

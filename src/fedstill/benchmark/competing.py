@@ -66,8 +66,13 @@ def choose_fields(suite: Suite, rows: Sequence[str], out: Path, execute: Execute
 
     The row whose learning rate the others use comes first. Trials and choices are in the folder of
     the suite that chooses. Stored choices that are invalid now are left out. For all other rows,
-    the choices that ship count, as in ``with_stored_choices``.
+    the choices that ship count, as in ``with_stored_choices``. Raises ConfigError for a bound.
     """
+    for row in rows:
+        if row not in suite.tries:
+            raise ConfigError(
+                f"{suite.name}: {row} is a bound, so it has no fields to choose; leave it out"
+            )
     folder = out / suite.choosing_suite.name
     suite = _with_valid_choices(suite, folder / CHOICES_FILE)
     for row in _rate_row_first(suite, rows):
