@@ -34,6 +34,18 @@ def made(path: Path, **changes: object) -> folder.Federation:
     return folder.init(path, **{**values, **changes})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "line", ['port = "abc"', "port = 99999", 'clients = "3"', "clients = 2.5", "clients = 0"]
+)
+def test_a_number_that_is_none_is_refused_with_its_file(tmp_path: Path, line: str) -> None:
+    path = made(tmp_path / "fed").folder / "federation.toml"
+    key = line.partition(" ")[0]
+    lines = [line if old.startswith(key) else old for old in path.read_text().splitlines()]
+    path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=f"federation.toml is not a valid federation: {key} = "):
+        folder.load_federation(tmp_path / "fed")
+
+
 def test_init_makes_what_the_commands_read(tmp_path: Path) -> None:
     federation = made(tmp_path / "fed", hosts=("fed.example.org", "10.0.0.5"), listen="0.0.0.0")
     assert folder.load_federation(tmp_path / "fed") == federation

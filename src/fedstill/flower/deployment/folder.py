@@ -8,7 +8,7 @@ import ipaddress
 import re
 import secrets
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 that listens on them.
 """
 MAX_CLIENTS = 10_000
+MAX_PORT = 65_535
 
 SITE = """\
 # The data of this site, and what it allows. Paths are relative to this folder.
@@ -126,8 +127,8 @@ def init(
     if not 1 <= clients <= MAX_CLIENTS:
         raise ConfigError(f"--clients {clients} must be from 1 to {MAX_CLIENTS}")
     _check_hosts((*hosts, listen))
-    if not 1 <= port <= 65535:
-        raise ConfigError(f"--port {port} must be from 1 to 65535")
+    if not 1 <= port <= MAX_PORT:
+        raise ConfigError(f"--port {port} must be from 1 to {MAX_PORT}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunExists(f"{folder} is not empty; choose another folder")
     federation = Federation(
@@ -232,8 +233,8 @@ def load_federation(folder: Path) -> Federation:
             folder=folder.resolve(),
             hosts=_canonical_hosts(str(host) for host in values["hosts"]),
             listen=canonical_host(str(values["listen"])),
-            port=values["port"],
-            clients=values["clients"],
+            port=_number(values, "port", MAX_PORT),
+            clients=_number(values, "clients", MAX_CLIENTS),
             departed=tuple(int(client) for client in values.get("departed", ())),
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -241,6 +242,14 @@ def load_federation(folder: Path) -> Federation:
             f"{folder / 'federation.toml'} is not a valid federation: {error}"
         ) from error
     return federation
+
+
+def _number(values: Mapping[str, Any], key: str, largest: int) -> int:
+    """A whole number in a file, from 1 on. Raises ValueError for anything else."""
+    value = values[key]
+    if type(value) is not int or not 1 <= value <= largest:
+        raise ValueError(f"{key} = {value!r} must be a whole number from 1 to {largest}")
+    return value
 
 
 @dataclass(frozen=True)
