@@ -411,6 +411,7 @@ def test_the_page_on_adding_a_method_gives_an_entry(
         (["enter", "mine.py", "--tier", "clinics.toml", "--track", "space"], "--track"),
         (["map", "fedntd", "--grid", "topology.sampled=1,1"], "twice"),
         (["enter", "nowhere.py"], "there is no file nowhere.py"),
+        (["enter", "mine.py:Mine"], "write @method"),
         (["page", "nowhere"], "nowhere"),
         (["map", "fedlcc"], "unknown method 'fedlcc'; did you mean 'fedlc'?"),
         (["map", "fedntd"], "topology.sampled = 5"),

@@ -384,6 +384,9 @@ def test_a_newcomer_without_tries_gets_fedavgs_and_wrong_ones_are_refused(
     file.write_text(NEWCOMER.replace('({"mu": 0.2}, {"mu": 2.0})', '{"mu": 0.2}'))
     with pytest.raises(ConfigError, match="tries"):
         add_method(suite, file)
+    file.write_text(NEWCOMER.replace('({"mu": 0.2}, {"mu": 2.0})', "3"))
+    with pytest.raises(ConfigError, match="tries"):
+        add_method(suite, file)
     with pytest.raises(ConfigError, match=r"none\.py"):
         add_method(suite, tmp_path / "none.py")
     file.write_text(NEWCOMER)

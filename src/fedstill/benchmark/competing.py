@@ -250,6 +250,11 @@ def add_method(suite: Suite, file: Path, name: str = "") -> SuiteRow:
     FedAvg's learning rates. Raises ConfigError for a file without a method, for malformed tries,
     for names that tables cannot show, and for a name whose folder another row has.
     """
+    if split_name(file.name).attribute:
+        raise ConfigError(
+            f"{file}: an entry is a file with one method; write @method(NAME) above its class and "
+            "enter the file"
+        )
     if not file.is_file():
         raise ConfigError(f"there is no file {file}; name the file of a method")
     config_name = resolved_name("method", str(file.resolve()), None)
@@ -280,7 +285,7 @@ def _check_data(suite: Suite, row: str, method: Method) -> None:
 
 def _tries_of(suite: Suite, file: Path, method: Method) -> tuple[Try, ...]:
     tries = getattr(method, "tries", _default_tries(suite))
-    is_sequence = not isinstance(tries, (str, dict))
+    is_sequence = isinstance(tries, (tuple, list))
     if not is_sequence or not all(isinstance(values, dict) for values in tries):
         raise ConfigError(
             f"{file}: tries must be a tuple of tables, such as ({{'beta': 0.3}}, {{'beta': 1.0}})"
