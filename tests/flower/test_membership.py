@@ -229,7 +229,7 @@ def test_status_shows_sites_the_run_and_its_round(
     run(toys.toy(rounds=2), tmp_path / "run", data=toys.blobs())
     federation = made(tmp_path)
     sites = [control.SiteStatus.of(node()), control.SiteStatus("client1", False, None)]
-    under_way = control.RunStatus(number=7, folder=str(tmp_path / "run"), since="")
+    under_way = control.RunStatus(number=7, folder=str(tmp_path / "run"))
     server = SimpleNamespace(
         sites=lambda: sites, runs_under_way=lambda: [under_way], certificates=b""
     )
@@ -262,7 +262,7 @@ def test_status_lists_the_sites_that_a_server_does_not_know_yet(
 
 
 def test_a_run_without_a_round_has_none(tmp_path: Path) -> None:
-    state = commands.run_state(control.RunStatus(1, str(tmp_path), ""))
+    state = commands.run_state(control.RunStatus(1, str(tmp_path)))
     assert str(tmp_path) in state
 
 

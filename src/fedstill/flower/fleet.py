@@ -250,6 +250,10 @@ def unfolded(parts: Mapping[str, bytes]) -> int:
 
 
 def _ids(tree: Any) -> Iterator[str]:
+    """The ids of all objects in a tree, the root first.
+
+    In another order, a reply that is too large would be refused while its site still uploads it.
+    """
     waiting = [tree]
     while waiting:
         node = waiting.pop()
@@ -351,7 +355,10 @@ class Fleet:
 
         for call in calls.values():
             self._fetcher.drop(call.messages)
-        return [call.answer or self._missing_reply(call) for call in calls.values()]
+        return [
+            call.answer or _failed(call.request, self._missing_reply_reason(call))
+            for call in calls.values()
+        ]
 
     def _send_due(self, calls: dict[int, _Call], end: float) -> None:
         due = [call for call in calls.values() if call.answer is None and self._is_due(call)]
@@ -499,10 +506,6 @@ class Fleet:
         call.lost = reason
         if call.attempts > self.patience.retries and not call.messages:
             call.answer = _failed(call.request, reason)
-
-    def _missing_reply(self, call: _Call) -> SiteReply:
-        """The failure of a request that was not answered by the deadline."""
-        return _failed(call.request, self._missing_reply_reason(call))
 
     def _missing_reply_reason(self, call: _Call) -> str:
         """The reason why a request was not answered by the deadline."""

@@ -106,13 +106,11 @@ class RunStatus:
     """A run that the server executes or has executed.
 
     ``number``: its number in Flower. ``folder``: the run's directory on the server; empty if the
-    server created one. ``since``: its start, in Flower's format. ``is_finished``: whether it has
-    ended.
+    server created one. ``is_finished``: whether it has ended.
     """
 
     number: int
     folder: str
-    since: str
     is_finished: bool = False
 
 
@@ -221,7 +219,6 @@ class Control:
             RunStatus(
                 number=run.run_id,
                 folder=str(user_config_from_proto(run.override_config).get("out", "")),
-                since=run.running_at or run.pending_at,
                 is_finished=run.status.status == "finished",
             )
             for run in runs

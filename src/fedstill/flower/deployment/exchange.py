@@ -320,13 +320,9 @@ def _check_upload(request: Any, traffic: Traffic) -> None:
 
 def _parts(tree: Any) -> frozenset[str]:
     """The ids of all objects in a tree."""
-    ids = set()
-    waiting = [tree]
-    while waiting:
-        part = waiting.pop()
-        waiting.extend(part.children)
-        ids.add(part.object_id)
-    return frozenset(ids)
+    from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+
+    return frozenset(part.object_id for part in iterate_object_tree(tree))
 
 
 def _parsed(path: str, body: bytes) -> Any:

@@ -503,14 +503,9 @@ class Workers:
         """The reply to a message; an error reply if the worker process ends unexpectedly."""
         began = time.monotonic()
         try:
-            # The process receives the parts one by one, so that they are in memory only once.
             description = replace(message, parts={})
             with self._started(_answer, description, self.member) as connection:
-                while message.parts:
-                    id, part = message.parts.popitem()
-                    connection.send_bytes(id.encode())
-                    connection.send_bytes(part)
-                connection.send_bytes(b"")
+                _send_parts(connection, message.parts)
                 reply = _receive_reply(connection)
         except (EOFError, OSError) as error:
             say(f"the process that worked on a message ended: {on_one_line(error)}")
@@ -561,7 +556,16 @@ def _receive_parts(connection: Connection) -> dict[str, bytes]:
 def _send_reply(connection: Connection, reply: Outgoing) -> None:
     connection.send_bytes(reply.metadata)
     connection.send_bytes(reply.tree)
-    for id, part in reply.parts.items():
+    _send_parts(connection, reply.parts)
+
+
+def _send_parts(connection: Connection, parts: dict[str, bytes]) -> None:
+    """Send the parts of a message, each preceded by its id, and an empty id.
+
+    They are removed one by one, so that each of them is in memory only once.
+    """
+    while parts:
+        id, part = parts.popitem()
         connection.send_bytes(id.encode())
         connection.send_bytes(part)
     connection.send_bytes(b"")
