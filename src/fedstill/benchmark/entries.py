@@ -66,6 +66,17 @@ MAX_FILE_BYTES = 32 << 20
 MAX_FILES = 1000
 """The maximum number of files and folders in an entry."""
 
+MALFORMED_FILE_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    RecursionError,
+)
+"""The errors that malformed files cause."""
+
 CPU = "seconds_cpu"
 """The only time that an entry keeps: processor seconds."""
 
@@ -281,15 +292,7 @@ def read_entry(folder: Path) -> Entry:
     check_file_names(place)
     try:
         return _parse_entry(place, read_toml(place / ENTRY_FILE))
-    except (
-        ConfigError,
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except (ConfigError, *MALFORMED_FILE_ERRORS) as error:
         raise CorruptFile(f"cannot read {folder / ENTRY_FILE}: {error}") from error
 
 
@@ -369,17 +372,6 @@ def find_entries(folder: Path) -> list[Path]:
 
 SUM_TOLERANCE = 1e-9
 """Sums of the same numbers in different orders differ by less than this."""
-
-MALFORMED_FILE_ERRORS = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    IndexError,
-    RecursionError,
-)
-"""The errors that malformed files cause."""
 
 
 def suite_of(entry: Entry, method_file: Path | None = None) -> Suite:

@@ -85,13 +85,14 @@ def _page(method_map: MethodMap) -> str:
     gains = [Paragraph(legend(floor)), panels(method_map)]
     sections = [
         Section(gains_name, f"Gain over {floor}", gains),
-        Section(cells_name, "All cells", [_sortable(cell_table(method_map))]),
+        Section(cells_name, "All cells", [sortable(cell_table(method_map))]),
     ]
     introduction = Paragraph(f"{method_map.summary}. {CHANCE}.")
     return document(f"Where {method_map.row} helps", [introduction], sections)
 
 
-def _sortable(table: TextTable) -> Table:
+def sortable(table: TextTable) -> Table:
+    """A table of numbers whose lines a reader can sort."""
     return Table(table.head, table.lines, "numbers wide sortable")
 
 
@@ -202,7 +203,7 @@ def maps_section(maps: Mapping[str, MethodMap]) -> Section:
         explanation = f"{EXPLANATION} {legend()}"
     blocks: list[Block] = [Paragraph(explanation)]
     for method_map in maps.values():
-        details = [panels(method_map), _sortable(cell_table(method_map))]
+        details = [panels(method_map), sortable(cell_table(method_map))]
         blocks.append(Paragraph(f"{method_map.summary}."))
         blocks.append(Folded(f"The map of {method_map.row}, and all its cells", details))
     blocks += [Paragraph(sentence) for sentence in missing_maps(maps)]

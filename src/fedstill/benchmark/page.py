@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from fedstill.benchmark.map_page import maps_section
+from fedstill.benchmark.map_page import maps_section, sortable
 from fedstill.benchmark.maps import MethodMap
 from fedstill.benchmark.standings import RankedRow, Standings
 from fedstill.benchmark.suites import CHOOSING_SEEDS, TEST_SEEDS
@@ -50,7 +50,6 @@ from fedstill.report.figures import (
     rounded,
 )
 from fedstill.report.page import document
-from fedstill.report.table_files import TextTable
 from fedstill.report.tasks import equal_curves
 
 # ---- learned and kept ----------------------------------------------------------------------------
@@ -425,21 +424,17 @@ def _section(standings: Standings) -> Section:
     """The section of a suite."""
     suite = standings.suite
     about = f"{description(standings)} Version {suite.version} of {suite.name}."
-    blocks: list[Block] = [Paragraph(about), _sortable(standing_table_by_name(standings))]
+    blocks: list[Block] = [Paragraph(about), sortable(standing_table_by_name(standings))]
     if standings.missing:
         blocks.append(Paragraph(f"No entry yet: {', '.join(standings.missing)}."))
     blocks.append(Gallery(_standing_charts(standings), "top"))
     if standings.bars:
         groups = "; ".join(bar_texts(standings))
         blocks.append(Paragraph(f"{GROUPS_EXPLANATION}: {groups}."))
-    blocks.append(Folded("By column", [_sortable(cell_table(standings))]))
+    blocks.append(Folded("By column", [sortable(cell_table(standings))]))
     blocks += _task_matrices(standings)
     blocks.append(Folded("The chosen fields, to copy", _field_listings(standings)))
     return Section(suite.name, suite.title, blocks)
-
-
-def _sortable(table: TextTable) -> Table:
-    return Table(table.head, table.lines, "numbers wide sortable")
 
 
 def _standing_charts(standings: Standings) -> list[Chart]:

@@ -18,10 +18,10 @@ from fedstill.core.files import read_file
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.ranks import Difference, paired_difference
 from fedstill.report import terminal
-from fedstill.report.summary import COLUMNS, NONE, package_notes
+from fedstill.report.summary import COLUMNS, NONE, package_notes, share_text
 from fedstill.running.compare import Variant
 from fedstill.running.journal import JOURNAL, SUMMARY, is_finished
-from fedstill.running.runs import Run, Spread, differing, read_run, spread, value_text
+from fedstill.running.runs import Run, differing, read_run, spread, value_text
 from fedstill.running.same_run import other_settings, settings_by_key
 
 MEASURE_TITLES = {column.key: column.title for column in COLUMNS} | {
@@ -212,13 +212,7 @@ def _level_table(runs: RecipeRuns, cells: Sequence[Cell]) -> RenderableType:
 
 def _level(summaries: Sequence[Summary], measure: str) -> str:
     """A measure of some runs, mean and deviation in percent."""
-    return _percent(spread(list(by_seed(summaries, measure).values())))
-
-
-def _percent(value: Spread | None) -> str:
-    if value is None:
-        return NONE
-    return value.text(100, 1)
+    return share_text(spread(list(by_seed(summaries, measure).values())))
 
 
 def _published_level(recipe: Recipe, cell: Cell, measure: str) -> str:
@@ -289,7 +283,7 @@ def _client_lines(runs: RecipeRuns, cells: Sequence[Cell]) -> Iterator[list[str]
             line = [cell[0], kind]
             for client, printed in enumerate(published):
                 values = [numbers[str(client)] for numbers in by_client if str(client) in numbers]
-                line.append(f"{_percent(spread(values))} ({printed:.1f})")
+                line.append(f"{share_text(spread(values))} ({printed:.1f})")
             yield line
 
 
@@ -443,7 +437,7 @@ def _accuracy_curves(runs: RecipeRuns, cell: Cell) -> Curves:
 
 def _round_line(cell: Cell, number: int, curves: Curves) -> list[str]:
     recent = _recent_accuracies(curves, number)
-    level = _percent(spread(list(recent.values())))
+    level = share_text(spread(list(recent.values())))
     return [", ".join(cell), str(number), level, str(len(recent))]
 
 

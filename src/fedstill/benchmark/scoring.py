@@ -188,7 +188,7 @@ def _rows_of_tasks(task_ends: Sequence[Event], task_count: int) -> Values:
 def _task_end(event: Mapping[str, Any]) -> list[float]:
     """The accuracies at a task's end: by class if there is a single test set, else by task."""
     if len(event["totals"]) > 1:
-        return [_float(accuracy) for accuracy in event["row"]]
+        return list(map(_float, event["row"]))
     counts = zip(event["correct"][0], event["totals"][0], strict=True)
     return [correct / total if total else math.nan for correct, total in counts]
 
@@ -212,7 +212,7 @@ def _class_accuracies(events: Sequence[Event]) -> list[list[float]]:
     numbers = [number for number in rows if (number > 0) == has_rounds]
     if not numbers:
         raise KeyError("class_accuracy")
-    return [_floats(rows[number]) for number in numbers]
+    return [list(map(_float, rows[number])) for number in numbers]
 
 
 def task_rows(events: Sequence[Event]) -> list[list[float]]:
@@ -220,10 +220,6 @@ def task_rows(events: Sequence[Event]) -> list[list[float]]:
     task_ends = [event for event in events if event["event"] == "task"]
     rows: list[list[float]] = RunNumbers.of(task_ends).task_rows.tolist()
     return rows
-
-
-def _floats(values: Sequence[float | None]) -> list[float]:
-    return [_float(value) for value in values]
 
 
 def _float(value: float | None) -> float:

@@ -228,11 +228,8 @@ def _bars(placed: Sequence[Placed], critical_difference: float) -> list[list[str
     ranks = np.array([place.rank for place in placed])
     distances = np.abs(ranks[:, None] - ranks)
     differ = (distances >= critical_difference).tolist()
-    return [_names(placed, indices) for indices in rank_metrics.bars(differ)]
-
-
-def _names(placed: Sequence[Placed], indices: Sequence[int]) -> list[str]:
-    return [placed[index].row.name for index in indices]
+    names = [place.row.name for place in placed]
+    return [[names[index] for index in indices] for indices in rank_metrics.bars(differ)]
 
 
 def _places(unranked: Standings, ranked: Sequence[RankedRow], scores: Values) -> list[Placed]:

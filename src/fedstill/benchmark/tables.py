@@ -27,9 +27,8 @@ from fedstill.core.errors import CorruptFile
 from fedstill.core.files import make_folder, write_whole
 from fedstill.metrics.ranks import Difference
 from fedstill.report import terminal
-from fedstill.report.summary import NONE
+from fedstill.report.summary import NONE, share_text
 from fedstill.report.table_files import TextTable
-from fedstill.running.runs import Spread
 
 # ---- the table of a suite ------------------------------------------------------------------------
 
@@ -161,14 +160,8 @@ def _cell_line(standings: Standings, row: RankedRow) -> list[str]:
         text = NONE
         if difference is not None and row not in standings.bounds:
             text = f"{100 * difference.mean:+.1f} ({_difference_interval(difference)})"
-        line += [_spread(standings.cell(row, column)), text]
+        line += [share_text(standings.cell(row, column)), text]
     return line
-
-
-def _spread(value: Spread | None) -> str:
-    if value is None:
-        return NONE
-    return value.text(100, 1)
 
 
 # ---- the table of runs, with all digits ----------------------------------------------------------

@@ -19,6 +19,13 @@ NONE = "–"
 """The cell of a number that was not measured."""
 
 
+def share_text(value: Spread | None) -> str:
+    """A share in percent, with one decimal."""
+    if value is None:
+        return NONE
+    return value.text(100, 1)
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of the table.
