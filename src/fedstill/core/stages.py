@@ -43,7 +43,7 @@ class Stage:
 @dataclass(frozen=True)
 class Plan:
     """How a stage trains: length, batches and optimiser. ``[plan.STAGE]`` sets the values of one
-    stage.
+    stage. Most methods have other defaults, which ``fedstill list method NAME`` prints.
 
     With 0 epochs and 0 steps, nothing is trained. ``norm = "frozen"`` keeps normalisation layers in
     evaluation mode. ``patience`` and ``keep = "best"`` need ``validation``: the score
