@@ -41,7 +41,7 @@ entirely of a repeated value.
 """
 
 UNLIMITED_BYTES = 1 << 28
-"""The largest unpacked size of files whose compression ratio is not limited, 256 MB."""
+"""The largest unpacked size of files whose compression ratio is not limited, 268 MB."""
 
 EXAMPLE_BYTES = 100
 """The memory for an example during reading, in addition to its pixels."""
