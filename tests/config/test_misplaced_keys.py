@@ -181,3 +181,11 @@ def test_a_class_that_is_as_it_should_be_is_taken(tmp_path: Path) -> None:
     method(tmp_path, above="@dataclass(frozen=True)", kind=": float")
     (tmp_path / "right.toml").write_text("[method]\nname = 'mine.py:Heir'\nbeta = 0.3")
     assert resolve(load(tmp_path / "right.toml")).named.method.values == {"beta": 0.3}
+
+
+def test_a_parameter_of_a_function_is_no_key(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def data(stations=6): ...")
+    config = "[data]\nname = 'mine.py:data'"
+    said = problem(config, tmp_path, "data.stations=3")
+    assert "a config cannot set 'stations' of mine.py:data" in said
+    assert "choose one of" in problem(config, tmp_path, "data.station=3")

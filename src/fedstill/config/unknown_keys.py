@@ -25,7 +25,7 @@ from fedstill.core import registry
 from fedstill.core.errors import ConfigError
 from fedstill.core.records import Plan
 from fedstill.core.registry import short_name
-from fedstill.core.user_modules import is_library_module
+from fedstill.core.user_modules import is_library_module, split_name
 
 SIMILARITY = 0.75
 """How similar a key must be to one of another table, to be taken for a misspelling of it."""
@@ -127,6 +127,8 @@ class UnknownKey:
         return (
             # [privacy], but the package is not installed
             _advice_on_package(self.path.table or self.path.key)
+            # data.n, where n is a parameter of the user's function
+            or self._advice_on_function()
             # method.beta, where the user's class has beta = 0.5 without a type
             or self._advice_on_type()
             # method.kind for method.name
@@ -215,6 +217,22 @@ class UnknownKey:
         return [f"{self.path.prefix}{key}" for key in similar]
 
     # Other advice.
+
+    def _advice_on_function(self) -> str:
+        """The advice about a parameter of the user's function that returns the data, which a config
+        cannot set; empty for other keys.
+        """
+        if self.path.table != "data":
+            return ""
+        name = self.path.values(self._tree).get("name")
+        if not isinstance(name, str) or not split_name(name).is_code:
+            return ""
+        if self.path.key not in _fields_of("dataset", name, self._base):
+            return ""
+        return (
+            f"a config cannot set {self.path.key!r} of {short_name(name)}; change its default, or "
+            "write one function for each value"
+        )
 
     def _advice_on_type(self) -> str:
         """The advice to give a value of a user's class a type, so that it becomes a field."""
