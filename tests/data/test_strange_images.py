@@ -175,3 +175,18 @@ def test_an_intact_archive_with_flat_images_is_not_called_damaged(tmp_path: Path
     with pytest.raises(DataError, match="reshape") as caught:
         load_dataset(str(path))
     assert "damaged" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "labels", "said"),
+    [((6, 8, 8), 5, "6 images.* 5 labels"), ((6, 8, 8, 8, 1), 6, r"\(6, 8, 8, 8, 1\)")],
+)
+def test_an_intact_archive_of_unsuitable_arrays_is_not_called_damaged(
+    shape: tuple[int, ...], labels: int, said: str, tmp_path: Path
+) -> None:
+    path = saved_archive(
+        tmp_path / "pets.npz", np.zeros(shape, dtype=np.uint8), np.arange(labels) % 2
+    )
+    with pytest.raises(DataError, match=said) as caught:
+        load_dataset(str(path))
+    assert "damaged" not in str(caught.value)

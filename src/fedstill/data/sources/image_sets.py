@@ -592,10 +592,15 @@ def _example_count(path: Path, images: _Header, labels: _Header) -> int:
             f"{path}: {images.name} has shape {_short(images.shape)}, but images need a height and "
             "a width; save images.reshape(-1, height, width)"
         )
-    if len(images.shape) not in (3, 4) or count != images.shape[0]:
-        raise ValueError(
-            f"{images.name} has shape {_short(images.shape)} and {images.dtype}, with {count} "
-            "labels"
+    if len(images.shape) not in (3, 4):
+        raise DataError(
+            f"{path}: {images.name} has shape {_short(images.shape)}, but images must be (N, H, W) "
+            "or (N, H, W, C); save the array in this shape"
+        )
+    if count != images.shape[0]:
+        raise DataError(
+            f"{path}: {images.name} has {images.shape[0]:,} images, but {labels.name} has "
+            f"{count:,} labels; save one label per image"
         )
     return count
 
