@@ -291,6 +291,26 @@ def test_numbers_in_another_notation_are_not_suggested_as_missing(
     assert "remove" in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("cell", "remedy"),
+    [("0,5 €", "'€'"), ("$ 20", "'[$]'"), ("5 mg", "'mg'")],
+)
+def test_units_of_numbers_are_to_be_removed(cell: str, remedy: str) -> None:
+    lines = [f"{index};{index % 2}" for index in range(COUNT)]
+    Path("mine.csv").write_text("\n".join(["x;label", *lines, f"{cell};1"]), encoding="utf-8")
+    with pytest.raises(DataError, match=remedy) as refusal:
+        load_dataset("mine.csv")
+    assert "missing_values" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("cell", ["<5", "> 90", "<=0.5"])
+def test_bounds_are_to_be_replaced_by_numbers_or_declared_missing(cell: str) -> None:
+    name = csv("x,label", "{},0", "{},1", f"{cell},1")
+    with pytest.raises(DataError, match=r"bounds.*data\.missing_values"):
+        load_dataset(name)
+    assert len(load_dataset(name, missing_values=(cell,), missing="drop").train) < COUNT
+
+
 def test_a_number_with_a_decimal_comma_is_no_stray_if_commas_are_decimal_marks() -> None:
     name = csv("x;label", "1,5;0", "2,5;1", "k.A.;1")
     with pytest.raises(DataError, match=r"example 2 has 'k\.A\.'"):

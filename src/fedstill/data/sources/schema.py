@@ -210,6 +210,12 @@ GROUPED_NUMBER = rf"^\s*[-+]?\d{{1,3}}([{THOUSANDS_MARKS}]\d{{3}})+([.,]\d+)?\s*
 NUMBER_LIKE = rf"{NUMBER}|^\s*[<>≤≥~]?\s*[-+]?\d+([.,]\d+)?\s*%?\s*$|{GROUPED_NUMBER}"
 """A number, or a text for a number, such as 12 %, < 0.5, 0,5 and 1,234."""
 
+QUANTITY = (
+    r"\s*(?P<bound>[<>≤≥~]?)=?\s*(?P<currency>[€$£¥]?)\s*(?P<number>[-+]?\d+([.,]\d+)?)"
+    r"\s*(?P<unit>(([^\W\d_]|[€$£¥%°])\D{0,9})?)"
+)
+"""A number with a bound, a currency or a unit, such as <5, $ 20 and 0,5 mg."""
+
 STRAY_PLACE = b"stray place"
 STRAY_TEXT = b"stray text"
 """Keys of a field's metadata: the place and the text of its stray."""
@@ -472,15 +478,32 @@ def _stray_remedy(text: str, decimal: Literal[".", ","]) -> str:
     remedies = []
     if re.match(GROUPED_NUMBER, text):
         remedies.append("if the column has separators of thousands, remove them")
-    if decimal == "." and re.fullmatch(r"[-+]?\d+,\d+", text):
-        remedies.append('set data.decimal = "," if commas are decimal marks')
-    if decimal == "," and re.fullmatch(r"[-+]?\d+\.\d+", text):
-        remedies.append('remove data.decimal = "," if points are decimal marks')
-    if re.match(NUMBER_LIKE, text) and "%" in text:
-        remedies.append("remove the percent signs from the column")
+    quantity = re.fullmatch(QUANTITY, text)
+    if quantity is not None:
+        remedies += _quantity_remedies(text, quantity, decimal)
     if not remedies:
         return f"if it means missing, set data.missing_values = [{text!r}]"
     return "; ".join(remedies)
+
+
+def _quantity_remedies(text: str, quantity: re.Match[str], decimal: Literal[".", ","]) -> list[str]:
+    """What to do about a stray that is a number with another decimal mark, a unit or a bound."""
+    remedies = []
+    if decimal == "." and "," in quantity["number"]:
+        remedies.append('set data.decimal = "," if commas are decimal marks')
+    if decimal == "," and "." in quantity["number"]:
+        remedies.append('remove data.decimal = "," if points are decimal marks')
+    unit = (quantity["currency"] or quantity["unit"]).strip()
+    if unit == "%":
+        remedies.append("remove the percent signs from the column")
+    elif unit:
+        remedies.append(f"remove units such as {unit!r} from the column")
+    if quantity["bound"]:
+        remedies.append(
+            "replace such bounds by numbers of your choice, or set data.missing_values = "
+            f"[{text!r}] if they may count as missing"
+        )
+    return remedies
 
 
 def _candidates(
