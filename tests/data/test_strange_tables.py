@@ -109,6 +109,20 @@ def test_decimals_with_a_fraction_are_no_labels() -> None:
         load_dataset("mine.parquet", label_column="y")
 
 
+def test_owners_and_categories_that_are_decimals_have_no_zeros_at_the_end() -> None:
+    sites = pa.array([Decimal(10 * (i % 3)) for i in range(N)], pa.decimal128(38, 2))
+    doses = pa.array([Decimal(i % 3) / 2 for i in range(N)], pa.decimal128(10, 2))
+    name = parquet(site=sites, dose=doses)
+    about = load_dataset(
+        name,
+        columns=("x", "dose"),
+        categorical=(("dose", (0, "0.5", 1.0)),),
+        owner="site",
+    ).about
+    assert about.owners == ("0", "10", "20")
+    assert about.features == ("x", "dose=0", "dose=0.5", "dose=1")
+
+
 def test_numbers_that_are_alike_in_32_bits_are_said() -> None:
     _, (warning,) = told(parquet(at=1_700_000_000 + np.arange(N), tiny=np.arange(N) * 1e-12))
     assert warning.startswith("at: ")

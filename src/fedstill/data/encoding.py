@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -232,10 +233,24 @@ def names_in_order(values: Iterable[Any]) -> tuple[str, ...]:
 
 
 def category_name(value: Any) -> str:
-    """The name of a value. It is equal for 3, 3.0 and "3", and for all Unicode forms of a text."""
+    """The name of a value. It is equal for 3, 3.0 and "3", and for all Unicode forms of a text.
+
+    >>> category_name(3.0), category_name(Decimal("3.00")), category_name(Decimal("0.50"))
+    ('3', '3', '0.5')
+    """
+    if isinstance(value, Decimal):
+        return _decimal_name(value)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return nfc(str(value))
+
+
+def _decimal_name(value: Decimal) -> str:
+    """A decimal with all its digits, but without zeros at the end of a fraction."""
+    digits = f"{value:f}"
+    if "." not in digits:
+        return digits
+    return digits.rstrip("0").removesuffix(".")
 
 
 # Rows of all columns.

@@ -381,7 +381,7 @@ def _check_images(entry: KnownData, data: Decoded) -> None:
 # Decoded data on disk. They are written once, completely or not at all, and then memory-mapped.
 
 
-LAYOUT = 9
+LAYOUT = 10
 """The version of the layout. Entries of other versions are not read."""
 
 
