@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     IterableDataset,
     Subset,
@@ -328,6 +329,28 @@ def test_the_classes_of_a_data_set_are_those_of_its_subsets() -> None:
         from_python("mine", source, other)
     named = from_python("mine", source, other, classes=["x", "y", "z"])
     assert named.classes == ("x", "y", "z")
+
+
+def pairs_of_classes(names: list[str]) -> Pairs:
+    data = Pairs(torch.rand(N, 5), LABELS)
+    data.classes = names  # type: ignore[attr-defined]
+    return data
+
+
+def test_the_classes_of_a_concatenation_are_those_of_its_parts() -> None:
+    names = ["a", "b", "c"]
+    parts = [
+        Subset(pairs_of_classes(names), range(40)),
+        ConcatDataset([pairs_of_classes(names), pairs_of_classes(names)]),
+    ]
+    assert from_python("mine", Subset(ConcatDataset(parts), range(100))).classes == ("a", "b", "c")
+
+
+def test_a_concatenation_of_data_sets_with_other_classes_is_refused() -> None:
+    both = ConcatDataset([pairs_of_classes(["a", "b", "c"]), pairs_of_classes(["c", "b", "a"])])
+    with pytest.raises(DataError, match=r"different classes.*classes="):
+        from_python("mine", both)
+    assert from_python("mine", both, classes=["x", "y", "z"]).classes == ("x", "y", "z")
 
 
 def test_a_data_loader_is_its_data_set() -> None:

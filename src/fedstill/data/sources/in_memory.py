@@ -522,24 +522,33 @@ def _dataset_of_pairs(python_data: _PythonData) -> Dataset:
 
 def _classes_of(sources: Sequence[_Source]) -> tuple[str, ...] | None:
     """The class names that torch data sets declare; DataError if they differ."""
-    declared: dict[str, tuple[str, ...]] = {}
+    first_part = ""
+    first_names: tuple[str, ...] | None = None
     for source in sources:
-        data = source.data
-        while isinstance(data, torch_data.Subset):
-            data = data.dataset
-        classes = getattr(data, "classes", None)
-        if isinstance(classes, (list, tuple)) and classes:
-            declared[source.part] = tuple(map(str, classes))
-    if not declared:
-        return None
-    first_part = next(iter(declared))
-    for part, names in declared.items():
-        if names != declared[first_part]:
-            raise DataError(
-                f"{part} declares different classes from {first_part}; pass classes= if the ids "
-                "mean the same"
-            )
-    return declared[first_part]
+        for names in _declared_names(source.data):
+            if first_names is None:
+                first_part = source.part
+                first_names = names
+            if names != first_names:
+                difference = f"declares different classes from {first_part}"
+                if source.part == first_part:
+                    difference = "joins data sets that declare different classes"
+                raise DataError(
+                    f"{source.part} {difference}; pass classes= if the ids mean the same"
+                )
+    return first_names
+
+
+def _declared_names(data: Any) -> Iterator[tuple[str, ...]]:
+    """The class names that a torch data set declares, or those of the data sets it consists of."""
+    classes = getattr(data, "classes", None)
+    if isinstance(classes, (list, tuple)) and classes:
+        yield tuple(map(str, classes))
+    elif isinstance(data, torch_data.Subset):
+        yield from _declared_names(data.dataset)
+    elif isinstance(data, torch_data.ConcatDataset):
+        for part in data.datasets:
+            yield from _declared_names(part)
 
 
 def _items_of(source: _Source, fields: Mapping[str, Any]) -> ItemsRead:
