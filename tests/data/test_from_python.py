@@ -654,3 +654,12 @@ def test_a_series_of_labels_is_not_taken_for_test_data_without_a_hint() -> None:
     labels = pd.Series(LABELS)
     with pytest.raises(DataError, match="label_column"):
         from_python("mine", (frame, labels))
+
+
+def test_pixels_of_one_client_and_floats_of_another_are_refused() -> None:
+    pixels = torch.zeros(N, 1, 4, 4, dtype=torch.uint8)
+    clients = {"a": (pixels, LABELS), "b": (pixels / 255, LABELS)}
+    with pytest.raises(DataError, match="float32, uint8"):
+        from_python("mine", clients)
+    doubles = {"a": (pixels.double(), LABELS), "b": (pixels.float(), LABELS)}
+    assert len(from_python("mine", doubles).train) == 96

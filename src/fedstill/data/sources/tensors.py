@@ -214,6 +214,13 @@ def _concatenated(name: str, arrays: Sequence[Split]) -> Pair:
             f"{name}: the shapes of examples differ between clients: "
             f"{', '.join(map(str, shapes))}; use one shape"
         )
+    types = sorted({str(split.values.dtype) for split in arrays})
+    are_floats = {split.values.dtype.kind == "f" for split in arrays}
+    if len(are_floats) > 1:
+        # As one array, pixels from 0 to 255 would become floats on another scale.
+        raise DataError(
+            f"{name}: the types of values differ between clients: {', '.join(types)}; use one type"
+        )
     values = np.concatenate([split.values for split in arrays])
     return values, np.concatenate([split.labels for split in arrays])
 
