@@ -663,3 +663,9 @@ def test_pixels_of_one_client_and_floats_of_another_are_refused() -> None:
         from_python("mine", clients)
     doubles = {"a": (pixels.double(), LABELS), "b": (pixels.float(), LABELS)}
     assert len(from_python("mine", doubles).train) == 96
+
+
+def test_a_client_without_rows_is_named() -> None:
+    frames = {"north": patients(), "south": patients()[:0]}
+    with pytest.raises(DataError, match=r"client south has no train examples"):
+        from_python("mine", frames, **FIELDS)

@@ -29,6 +29,7 @@ from fedstill.data.dataset import (
     DatasetInfo,
     ReadingOptions,
     ReadRequest,
+    shortened_list,
     stratified_positions,
 )
 from fedstill.data.encoding import TableInputs
@@ -531,10 +532,15 @@ def client_owners(settings: Settings, dataset: Dataset, train: Examples) -> list
     least = max(1, int(fields.get("least", 1)))
     owners: list[int] = (counts >= least).nonzero().flatten().tolist()
     if len(owners) != settings.clients:
+        names = dataset.about.owners
+        too_small = [names[owner] for owner in (counts < least).nonzero().flatten().tolist()]
+        exception = ""
+        if too_small:
+            exception = f" (all except {shortened_list(too_small, 3)})"
         raise ConfigError(
             f"partition.column = {fields['column']!r} has {len(owners)} values with enough "
-            f"training examples, and topology.clients is {settings.clients}; set topology.clients "
-            f"= {len(owners)}"
+            f"training examples{exception}, and topology.clients is {settings.clients}; set "
+            f"topology.clients = {len(owners)}"
         )
     return owners
 

@@ -453,6 +453,7 @@ def _frames_by_split(python_data: _PythonData, options: ReadingOptions) -> dict[
             raise DataError(
                 f"{part}: clients have columns of different types ({on_one_line(error)}); use the "
                 "same types for all clients"
+                _check_has_examples(python_data.name, client, source)
             ) from error
     return by_split
 
@@ -470,6 +471,12 @@ def _check_class_names(sources: Sequence[_Source]) -> None:
     first: dict[str, tuple[str, Any]] = {}
     for source in sources:
         assert source.table is not None
+def _check_has_examples(name: str, client: str, source: _Source) -> None:
+    """Raise DataError for the training data of a client if they have no rows."""
+    if source.split == "train" and source.client is not None and not len(source.table or ()):
+        raise DataError(f"{name}, client {client} has no train examples; remove the client")
+
+
         schema = source.table.schema
         for column in schema.names:
             names = class_names(schema, column)
