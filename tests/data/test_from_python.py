@@ -669,3 +669,17 @@ def test_a_client_without_rows_is_named() -> None:
     frames = {"north": patients(), "south": patients()[:0]}
     with pytest.raises(DataError, match=r"client south has no train examples"):
         from_python("mine", frames, **FIELDS)
+
+
+def test_groups_of_rows_are_to_be_a_mapping() -> None:
+    groups = patients().groupby("hospital")
+    with pytest.raises(ConfigError, match=r"dict\(tuple\(GROUPS\)\)"):
+        from_python("mine", groups, **FIELDS)
+    data = from_python("mine", dict(tuple(groups)), **FIELDS)
+    assert data.about.owners == ("north", "south")
+
+
+def test_a_stream_is_refused_whatever_fields_there_are() -> None:
+    stream = datasets.Dataset.from_pandas(patients()).to_iterable_dataset()
+    with pytest.raises(ConfigError, match="read in one order only"):
+        from_python("mine", {"north": stream, "south": patients()}, **FIELDS)

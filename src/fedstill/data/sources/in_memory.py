@@ -239,7 +239,7 @@ def _is_pair(data: Sequence[Any]) -> bool:
 def _named_splits(part: str, data: Mapping[Any, Any]) -> BySplit[Any]:
     data_of = {str(key): source for key, source in data.items()}
     names = names_by_split(
-        part, data_of, remedy="use each of the keys train, validation and test at most once"
+        part, data_of, remedy="pass one split train, and at most one validation and one test"
     )
     unknown = [key for key in data_of if key not in names.values()]
     if unknown and not _is_of(data, "datasets", "DatasetDict"):
@@ -337,6 +337,7 @@ def _resolved(source: _Source) -> _Source:
         table = _table_of_hugging_face(data)
         warnings.append(_transform_warning(data))
     elif hasattr(data, "__arrow_c_stream__"):
+    _check_kind(source.part, data)
         table = _table_of_arrow(source.part, data)
     if table is not None:
         table = _with_plain_columns(source.part, table)
@@ -347,6 +348,18 @@ def _table_of_hugging_face(data: Any) -> pa.Table:
     """The columns of a Hugging Face data set, with the metadata of their types."""
     table = data.with_format("arrow", columns=data.format["columns"])[:]
     return table.replace_schema_metadata(data.features.arrow_schema.metadata)
+
+def _check_kind(part: str, data: object) -> None:
+    """Raise ConfigError for a stream of examples, and for groups of rows."""
+    is_stream = isinstance(data, torch_data.IterableDataset)
+    if is_stream or _is_of(data, "datasets", "IterableDataset"):
+        raise _no_data_set(part, data, ", which is read in one order only")
+    if _is_of(data, "pandas.api.typing", "DataFrameGroupBy"):
+        raise ConfigError(
+            f"{part} is a DataFrameGroupBy; pass a mapping from clients to DataFrames: "
+            "dict(tuple(GROUPS))"
+        )
+
 
 
 def _transform_warning(data: Any) -> str:
@@ -576,15 +589,15 @@ def _check_items(source: _Source) -> None:
     """Raise ConfigError for an object without indexed examples."""
     data = source.data
     not_items = (str, bytes, tuple, list, Mapping, Tensor, np.ndarray, Dataset)
-    is_stream = isinstance(data, torch_data.IterableDataset) or _is_of(
-        data, "datasets", "IterableDataset"
-    )
     has_items = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    if has_items and not is_stream and not isinstance(data, not_items):
-        return
-    hint = ", which is read in one order only" if is_stream else ""
-    raise ConfigError(
-        f"{source.part} is {kind_text(data)}{hint}, not a data set: pass (values, labels), a torch "
+    if not has_items or isinstance(data, not_items):
+        raise _no_data_set(source.part, data)
+
+
+def _no_data_set(part: str, data: object, hint: str = "") -> ConfigError:
+    """The error about an object that is none of the supported kinds of data."""
+    return ConfigError(
+        f"{part} is {kind_text(data)}{hint}, not a data set: pass (values, labels), a torch "
         "Dataset of (value, label) pairs with a length, a DataFrame, a Hugging Face Dataset, or "
         "the result of fedstill.from_tensors(NAME, train=(values, labels))"
     )
