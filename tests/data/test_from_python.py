@@ -683,3 +683,18 @@ def test_a_stream_is_refused_whatever_fields_there_are() -> None:
     stream = datasets.Dataset.from_pandas(patients()).to_iterable_dataset()
     with pytest.raises(ConfigError, match="read in one order only"):
         from_python("mine", {"north": stream, "south": patients()}, **FIELDS)
+
+
+def test_categorical_numbers_are_numbers() -> None:
+    frame = pd.DataFrame({"x": np.arange(N) % 2, "label": LABELS})
+    categorical = frame.assign(x=pd.Categorical(frame["x"]))
+    assert examples_digest(from_python("mine", categorical).train) == examples_digest(
+        from_python("mine", frame).train
+    )
+
+
+def test_one_client_may_have_a_categorical_column_and_another_texts() -> None:
+    fields: dict[str, Any] = {"categorical": ["x"]}
+    texts = pd.DataFrame({"x": ["a", "b"] * 30, "label": LABELS})
+    clients = {"one": texts, "two": texts.assign(x=pd.Categorical(texts["x"]))}
+    assert from_python("mine", clients, **fields).about.features == ("x=a", "x=b")

@@ -5,6 +5,8 @@ refused or read right.
 from __future__ import annotations
 
 import datetime
+import os
+import shutil
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedstill.core.errors import DataError
-from fedstill.data.sources import load_dataset, tables
+from fedstill.data.sources import from_python, load_dataset, tables
 
 N = 40
 LABELS = [i % 2 for i in range(N)]
@@ -296,3 +298,40 @@ def test_the_time_to_read_columns_does_not_grow_with_their_square(
     assert read.column_names == list(columns)
     assert read.to_pydict() == columns
     assert len(opened) <= 3
+
+
+# Types of columns that only some libraries write
+
+
+class _Celsius(pa.ExtensionType):  # type: ignore[misc]
+    """Temperatures, as a library of another program may define them."""
+
+    def __init__(self) -> None:
+        super().__init__(pa.float64(), "test.celsius")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage_type: pa.DataType, serialized: bytes) -> _Celsius:
+        del storage_type, serialized
+        return cls()
+
+
+def test_a_file_is_read_alike_whatever_extension_types_are_known() -> None:
+    degrees = pa.ExtensionArray.from_storage(_Celsius(), pa.array(np.arange(N) * 0.1))
+    name = parquet(degrees=degrees)
+    features = ("x", "degrees")
+    pa.register_extension_type(_Celsius())
+    try:
+        assert told(name) == (features, ())
+    finally:
+        pa.unregister_extension_type("test.celsius")
+    shutil.rmtree(os.environ["FEDSTILL_CACHE"])
+    assert told(name) == (features, ())
+
+
+def test_texts_that_are_stored_as_views_are_texts() -> None:
+    texts = pa.array([f"it is {i % 2}" for i in range(N)], pa.string_view())
+    pq.write_table(pa.table({"says": texts, "label": LABELS}), "mine.parquet")
+    assert load_dataset("mine.parquet").about.kind == "text"

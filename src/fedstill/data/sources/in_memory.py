@@ -39,7 +39,12 @@ from fedstill.data.dataset import (
 from fedstill.data.sources.files import SPLITS, BySplit, names_by_split, split_of_name
 from fedstill.data.sources.image_sets import read_frames
 from fedstill.data.sources.load import FIELDS, ROWS_AT_ONCE, request_of_fields
-from fedstill.data.sources.schema import class_names, index_columns
+from fedstill.data.sources.schema import (
+    class_names,
+    index_columns,
+    plain_column,
+    plain_schema,
+)
 from fedstill.data.sources.tables import LabelledImage, encoded_image, with_normal_names
 from fedstill.data.sources.tensors import (
     ItemsRead,
@@ -332,22 +337,17 @@ def _resolved(source: _Source) -> _Source:
             check_sampler(source.part, data)
             warnings.append(loader_warning(data))
         data = data.dataset
+    _check_kind(source.part, data)
     table: pa.Table | None = None
     if _is_of(data, "datasets", "Dataset"):
         table = _table_of_hugging_face(data)
         warnings.append(_transform_warning(data))
     elif hasattr(data, "__arrow_c_stream__"):
-    _check_kind(source.part, data)
         table = _table_of_arrow(source.part, data)
     if table is not None:
         table = _with_plain_columns(source.part, table)
     return replace(source, data=data, table=table, warnings=tuple(filter(None, warnings)))
 
-
-def _table_of_hugging_face(data: Any) -> pa.Table:
-    """The columns of a Hugging Face data set, with the metadata of their types."""
-    table = data.with_format("arrow", columns=data.format["columns"])[:]
-    return table.replace_schema_metadata(data.features.arrow_schema.metadata)
 
 def _check_kind(part: str, data: object) -> None:
     """Raise ConfigError for a stream of examples, and for groups of rows."""
@@ -360,6 +360,11 @@ def _check_kind(part: str, data: object) -> None:
             "dict(tuple(GROUPS))"
         )
 
+
+def _table_of_hugging_face(data: Any) -> pa.Table:
+    """The columns of a Hugging Face data set, with the metadata of their types."""
+    table = data.with_format("arrow", columns=data.format["columns"])[:]
+    return table.replace_schema_metadata(data.features.arrow_schema.metadata)
 
 
 def _transform_warning(data: Any) -> str:
@@ -392,14 +397,9 @@ def _without_unnamed_index(table: pa.Table) -> pa.Table:
 
 
 def _with_plain_columns(part: str, table: pa.Table) -> pa.Table:
-    """A table with column names in Unicode normal form, and without extension types."""
-    schema = with_normal_names(part, table.schema)
-    for index, field in enumerate(schema):
-        if isinstance(field.type, pa.BaseExtensionType):
-            schema = schema.set(index, field.with_type(field.type.storage_type))
-        elif pa.types.is_string_view(field.type):
-            schema = schema.set(index, field.with_type(pa.large_string()))
-    return table.rename_columns(schema.names).cast(schema)
+    """A table with column names in Unicode normal form, and with plain types."""
+    schema = plain_schema(with_normal_names(part, table.schema))
+    return pa.Table.from_arrays([plain_column(column) for column in table.columns], schema=schema)
 
 
 def _dataset_of_columns(python_data: _PythonData) -> Dataset:
@@ -453,6 +453,7 @@ def _frames_by_split(python_data: _PythonData, options: ReadingOptions) -> dict[
             table = source.table
             if python_data.clients:
                 client = python_data.clients[source.client or 0]
+                _check_has_examples(python_data.name, client, source)
                 column = pa.array([client] * len(table), pa.string())
                 table = table.append_column(CLIENT_COLUMN, column)
             if source.client is not None:
@@ -466,9 +467,14 @@ def _frames_by_split(python_data: _PythonData, options: ReadingOptions) -> dict[
             raise DataError(
                 f"{part}: clients have columns of different types ({on_one_line(error)}); use the "
                 "same types for all clients"
-                _check_has_examples(python_data.name, client, source)
             ) from error
     return by_split
+
+
+def _check_has_examples(name: str, client: str, source: _Source) -> None:
+    """Raise DataError for the training data of a client if they have no rows."""
+    if source.split == "train" and source.client is not None and not len(source.table or ()):
+        raise DataError(f"{name}, client {client} has no train examples; remove the client")
 
 
 def _concatenated_rows(tables: Sequence[pa.Table]) -> pa.Table:
@@ -484,12 +490,6 @@ def _check_class_names(sources: Sequence[_Source]) -> None:
     first: dict[str, tuple[str, Any]] = {}
     for source in sources:
         assert source.table is not None
-def _check_has_examples(name: str, client: str, source: _Source) -> None:
-    """Raise DataError for the training data of a client if they have no rows."""
-    if source.split == "train" and source.client is not None and not len(source.table or ()):
-        raise DataError(f"{name}, client {client} has no train examples; remove the client")
-
-
         schema = source.table.schema
         for column in schema.names:
             names = class_names(schema, column)

@@ -43,6 +43,40 @@ OTHER_TYPES = {
 """Types that are neither numbers nor text, by their names in messages."""
 
 
+def plain_type(arrow_type: pa.DataType) -> pa.DataType:
+    """The type of the stored values of an extension type, a dictionary or a view of texts; others
+    are unchanged.
+
+    The extension types of a file depend on the libraries that a program has imported.
+    """
+    if isinstance(arrow_type, pa.BaseExtensionType):
+        return plain_type(arrow_type.storage_type)
+    if pa.types.is_dictionary(arrow_type):
+        return plain_type(arrow_type.value_type)
+    if pa.types.is_string_view(arrow_type):
+        return pa.large_string()
+    return arrow_type
+
+
+def plain_schema(schema: pa.Schema) -> pa.Schema:
+    """A schema of plain types, with the same metadata."""
+    fields = [field.with_type(plain_type(field.type)) for field in schema]
+    return pa.schema(fields, schema.metadata)
+
+
+def plain_column(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The stored values of a column, whose type is plain."""
+    if isinstance(column.type, pa.BaseExtensionType):
+        storage = [chunk.storage for chunk in column.chunks]
+        return plain_column(pa.chunked_array(storage, column.type.storage_type))
+    if pa.types.is_dictionary(column.type):
+        decoded = [chunk.dictionary_decode() for chunk in column.chunks]
+        return plain_column(pa.chunked_array(decoded, column.type.value_type))
+    if pa.types.is_string_view(column.type):
+        return column.cast(pa.large_string())
+    return column
+
+
 def holds_numbers(arrow_type: pa.DataType) -> bool:
     """Whether a column holds numbers, including truth values and decimals."""
     types = pa.types

@@ -29,6 +29,8 @@ from fedstill.data.sources.schema import (
     holds_bytes,
     holds_numbers,
     holds_text,
+    plain_column,
+    plain_schema,
     type_conflict,
     with_strays,
 )
@@ -144,7 +146,8 @@ class ParquetFrame(FileFrame):
     def schema(self) -> pa.Schema:
         """The columns of the first file."""
         with table_errors(self.files[0]):
-            return with_normal_names(self.files[0], pq.read_schema(self.files[0]))
+            schema = with_normal_names(self.files[0], pq.read_schema(self.files[0]))
+            return plain_schema(schema)
 
     @cached_property
     def _file_rows(self) -> list[int]:
@@ -178,7 +181,7 @@ class ParquetFrame(FileFrame):
                     "column, or list the columns to read in data.columns"
                 )
         columns = _read_columns(source, [in_file[name] for name in names])
-        return pa.table({name: columns[in_file[name]] for name in names})
+        return pa.table({name: plain_column(columns[in_file[name]]) for name in names})
 
 
 def with_normal_names(source: Path | str, schema: pa.Schema) -> pa.Schema:
@@ -226,7 +229,7 @@ class ParquetSource:
                 "write it again"
             )
         check_size(path, metadata.num_rows * EXAMPLE_BYTES)
-        return ParquetSource(path, metadata, metadata.schema.to_arrow_schema())
+        return ParquetSource(path, metadata, plain_schema(metadata.schema.to_arrow_schema()))
 
     def opened(self, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
         """The open file. dictionaries: the columns to read as references to distinct values."""
