@@ -698,3 +698,12 @@ def test_one_client_may_have_a_categorical_column_and_another_texts() -> None:
     texts = pd.DataFrame({"x": ["a", "b"] * 30, "label": LABELS})
     clients = {"one": texts, "two": texts.assign(x=pd.Categorical(texts["x"]))}
     assert from_python("mine", clients, **fields).about.features == ("x=a", "x=b")
+
+
+def test_intervals_are_no_labels_and_no_categories() -> None:
+    frame = pd.DataFrame({"x": np.arange(N) * 0.5, "label": LABELS})
+    ranges = frame.assign(range=pd.cut(frame["x"], 3))
+    with pytest.raises(DataError, match="'range' holds struct"):
+        from_python("mine", ranges, columns=["x", "range"], categorical=["range"])
+    with pytest.raises(DataError, match="example 0 has the label"):
+        from_python("mine", ranges, columns=["x"], label_column="range")

@@ -303,6 +303,14 @@ def test_the_time_to_read_columns_does_not_grow_with_their_square(
 # Types of columns that only some libraries write
 
 
+def test_records_are_neither_owners_nor_categories() -> None:
+    name = parquet(place=[{"x": i % 2, "y": 1} for i in range(N)])
+    with pytest.raises(DataError, match="'place' holds struct"):
+        load_dataset(name, owner="place")
+    with pytest.raises(DataError, match="'place' holds struct"):
+        load_dataset(name, columns=("place",), categorical=(("place", ()),))
+
+
 class _Celsius(pa.ExtensionType):  # type: ignore[misc]
     """Temperatures, as a library of another program may define them."""
 

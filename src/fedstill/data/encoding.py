@@ -116,6 +116,7 @@ def category_names(
 
     Raises DataError if there are none, or more than ``MOST_CATEGORIES``.
     """
+    check_holds_names(source, column, train.type)
     if declared:
         return tuple(map(category_name, declared))
     names = names_in_order(distinct_values(train).values)
@@ -125,6 +126,15 @@ def category_names(
             f"{MOST_CATEGORIES:,}; remove it"
         )
     return names
+
+
+def check_holds_names(source: str, column: str, arrow_type: pa.DataType) -> None:
+    """Raise DataError for a column of lists or records, which are neither categories nor owners."""
+    if pa.types.is_nested(arrow_type):
+        raise DataError(
+            f"{source}: column {column!r} holds {str(arrow_type)[:60]}, not names or numbers; "
+            "choose another column, or write one with a text or a number in each row"
+        )
 
 
 def one_hot(

@@ -32,6 +32,7 @@ from fedstill.data.encoding import (
     TableInputs,
     category_name,
     category_names,
+    check_holds_names,
     column_of_feature,
     distinct_values,
     first_position_of_column,
@@ -628,6 +629,7 @@ def owners_of(
     by_split = {split: distinct_values(table[column]) for split, table in tables.items()}
     names: list[Any] = []
     for split, distinct in by_split.items():
+        check_holds_names(f"{source}, {split}", column, tables[split][column].type)
         unowned = np.flatnonzero(distinct.codes < 0)
         if len(unowned):
             row = int(unowned[0])
