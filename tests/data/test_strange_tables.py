@@ -303,6 +303,23 @@ def test_the_time_to_read_columns_does_not_grow_with_their_square(
 # Types of columns that only some libraries write
 
 
+def test_whole_numbers_in_lists_that_a_float_cannot_represent_are_refused() -> None:
+    pq.write_table(pa.table({"v": [[2**60 + i] for i in range(N)], "label": LABELS}), "v.parquet")
+    with pytest.raises(DataError, match=r"2\^53") as caught:
+        load_dataset("v.parquet")
+    assert "damaged" not in str(caught.value)
+    with pytest.raises(DataError, match=r"2\^53"):
+        from_python("mine", pq.read_table("v.parquet"))
+
+
+@pytest.mark.parametrize("empty", [0, 3])
+def test_the_example_with_an_empty_list_is_named(empty: int) -> None:
+    lists = [[1.0, 2.0] if i != empty else [] for i in range(N)]
+    pq.write_table(pa.table({"v": lists, "label": LABELS}), "v.parquet")
+    with pytest.raises(DataError, match=rf"example {empty} has no values"):
+        load_dataset("v.parquet")
+
+
 def test_records_are_neither_owners_nor_categories() -> None:
     name = parquet(place=[{"x": i % 2, "y": 1} for i in range(N)])
     with pytest.raises(DataError, match="'place' holds struct"):

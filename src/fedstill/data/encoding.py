@@ -337,17 +337,7 @@ def numbers(column: pa.ChunkedArray, source: str = "") -> Floats:
     """
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.int8())
-    try:
-        exact = float_values(column.cast(pa.float64()))
-    except pa.ArrowException as error:
-        if pa.types.is_integer(column.type):
-            raise DataError(
-                f"{source} holds whole numbers beyond 2^53, which a float cannot represent; if it "
-                "is an id, leave it out with data.columns"
-            ) from error
-        raise DataError(
-            f"{source} holds a value that is not a number: {on_one_line(error)}; correct it"
-        ) from error
+    exact = float_values(_as_float64(column, source, "leave it out with data.columns"))
     large = np.flatnonzero(np.isfinite(exact) & (np.abs(exact) > np.finfo(np.float32).max))
     if len(large):
         raise DataError(
@@ -356,6 +346,23 @@ def numbers(column: pa.ChunkedArray, source: str = "") -> Floats:
         )
     as_floats: Floats = exact.astype(np.float32)
     return as_floats
+
+
+def _as_float64(
+    column: pa.ChunkedArray | pa.Array, source: str, remedy: str
+) -> pa.ChunkedArray | pa.Array:
+    """Numbers as float64. remedy: what to do with numbers that are ids."""
+    try:
+        return column.cast(pa.float64())
+    except pa.ArrowException as error:
+        if pa.types.is_integer(column.type):
+            raise DataError(
+                f"{source} holds whole numbers beyond 2^53, which a float cannot represent; if it "
+                f"is an id, {remedy}"
+            ) from error
+        raise DataError(
+            f"{source} holds a value that is not a number: {on_one_line(error)}; correct it"
+        ) from error
 
 
 # A column of lists as an array: vectors, or the channels of series.
@@ -397,7 +404,7 @@ class ListColumn:
         """A mask (n,) of the examples that lack a list or a number to keep."""
         *_, innermost = self._levels()
         has_gap = self._has_null_list()
-        has_gap[innermost.rows[np.isnan(_floats(innermost.array))]] = True
+        has_gap[innermost.rows[np.isnan(self._floats(innermost.array))]] = True
         return has_gap
 
     def _has_null_list(self) -> NDArray[np.bool_]:
@@ -430,7 +437,13 @@ class ListColumn:
             self._check_sizes(sizes, rows, shape, is_innermost=is_innermost)
             shape.append(int(sizes[0]))
             array = array.flatten()
-        return _floats(array).reshape(shape)
+        return self._floats(array).reshape(shape)
+
+    def _floats(self, array: pa.Array) -> Floats:
+        """The innermost numbers."""
+        if not pa.types.is_float32(array.type):
+            array = _as_float64(array, f"{self.source}: the column of lists", "set another column")
+        return float_values(array).astype(np.float32, copy=False)
 
     def _check_sizes(
         self,
@@ -441,11 +454,13 @@ class ListColumn:
         is_innermost: bool,
     ) -> None:
         """Raise DataError for an empty list, or one that is not as long as the first."""
-        wrong = np.flatnonzero((sizes != sizes[0]) | (sizes < 1))
-        if not len(wrong):
+        empty = np.flatnonzero(sizes < 1)
+        wrong = np.flatnonzero(sizes != sizes[0])
+        if not len(empty) and not len(wrong):
             return
+        first_wrong = next(iter([*empty[:1], *wrong[:1]]))
         lists_per_example = max(1, int(np.prod(shape[1:])))
-        example = rows[wrong[0] // lists_per_example]
+        example = rows[first_wrong // lists_per_example]
         parts = "channels"
         remedy = "remove it"
         if is_innermost:
@@ -453,8 +468,10 @@ class ListColumn:
             remedy = "correct or remove it"
         if is_innermost and self.depth > 1:
             remedy = "set data.length to cut or pad all series to one length"
+        if len(empty):
+            raise DataError(f"{self.source}: example {example} has no {parts}; {remedy}")
         raise DataError(
-            f"{self.source}: example {example} has {sizes[wrong[0]]} {parts}, but the first has "
+            f"{self.source}: example {example} has {sizes[first_wrong]} {parts}, but the first has "
             f"{sizes[0]}; {remedy}"
         )
 
@@ -464,12 +481,6 @@ class _Level(NamedTuple):
 
     array: pa.Array
     rows: NDArray[np.int64]
-
-
-def _floats(array: pa.Array) -> Floats:
-    if not pa.types.is_float32(array.type):
-        array = array.cast(pa.float64())
-    return float_values(array).astype(np.float32, copy=False)
 
 
 def _sizes(array: pa.Array) -> NDArray[np.int64]:
