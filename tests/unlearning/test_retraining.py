@@ -97,6 +97,26 @@ def test_it_is_the_run_configured_without_the_client(
     assert events(tmp_path / "new") == events(tmp_path / "reference")
 
 
+@pytest.mark.parametrize("engine", ["auto", "vectorised"])
+def test_a_single_client_may_remain(engine: str, tmp_path: Path) -> None:
+    """Whether fedstill or the user has chosen the engine: the remaining client needs no stack."""
+    experiment = toys.toy("fedavg", rounds=1, engine=engine, topology={"clients": 3})
+    folder = trained(experiment, tmp_path / "run")
+    result = retrained(folder, UnlearningRequest(clients=(0, 2)), tmp_path / "new").result
+    assert {e["client"] for e in events(result.directory) if e["event"] == "client"} == {1}
+
+
+def test_a_round_whose_clients_are_all_forgotten_causes_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    topology = {"clients": 3, "sampled": 1}
+    folder = trained(toys.toy("fedavg", rounds=4, topology=topology), tmp_path / "run")
+    first = read_journal(folder / "journal.jsonl")
+    (client,) = {e["client"] for e in first if e["event"] == "client" and e["round"] == 1}
+    retrained(folder, UnlearningRequest(clients=(client,)), tmp_path / "new")
+    assert "left the server's model" not in caplog.text
+
+
 @pytest.mark.parametrize("name", ["parallel", "chain", "tasks", "drift"])
 @pytest.mark.parametrize("client", range(6))
 def test_it_is_a_replay_in_which_the_client_never_acts(

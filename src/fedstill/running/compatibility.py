@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, TypeVar
 
@@ -36,6 +36,7 @@ from fedstill.core.errors import (
 )
 from fedstill.core.method import ClientWork, Method
 from fedstill.core.records import SERVER, ModelSpec, Stage
+from fedstill.core.rounds import unchanged
 from fedstill.data.dataset import Dataset
 from fedstill.data.views import SiteViews
 from fedstill.engines.vectorised import stacking_obstacle
@@ -608,8 +609,12 @@ def unknown_updates(run: PlannedRun) -> str:
 
 
 def unstackable_clients(run: PlannedRun) -> str:
-    """Clients that the vectorised engine cannot train as one stack."""
-    stages = work_of_stages(run.settings, run.world, run.sites)
+    """Clients that the vectorised engine cannot train as one stack.
+
+    Clients that are left out do not matter: if a single one remains, it trains without a stack.
+    """
+    schedule = replace(run.settings.schedule, change=unchanged)
+    stages = work_of_stages(replace(run.settings, schedule=schedule), run.world, run.sites)
     stacked = [stage for stage in stages if stage.clients > 1]
     if not stacked:
         return (
