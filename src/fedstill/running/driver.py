@@ -399,7 +399,8 @@ class Driver:
         if number:
             moment = f"after round {number}"
         with in_hook(method, "predictors", moment):
-            answers = answering_models(method, state, world)
+            acted = bool(self.recorder.client_events)
+            answers = answering_models(method, state, world, clients_acted=acted)
         hook = "predictors"
         if method.has_client_predictors:
             hook = "client_predictors"

@@ -246,18 +246,22 @@ def mean_over_clients(
 UNTRAINED = "round 1 left the server's model as it was, so its accuracy says nothing"
 
 
-def answering_models(method: Method, state: State, world: World) -> dict[str, Predict]:
+def answering_models(
+    method: Method, state: State, world: World, *, clients_acted: bool = True
+) -> dict[str, Predict]:
     """The method's predictors; none if clients have models of their own and the server's model was
     never trained.
 
     Logs a warning if the server's model was not trained and clients have no models of their own.
+    ``clients_acted``: whether any client acted in the last round. There may be none in a run that
+    has forgotten clients, and then there is no warning.
     """
     is_trained = method.has_client_predictors or not same_bits(state.params, world.initial(SERVER))
     if state.round == 1 or is_trained:
         return dict(method.predictors(state, world))
     if method.personal:
         return {}
-    if state.round == 2:
+    if state.round == 2 and clients_acted:
         log.warning("%s: %s", UNTRAINED, _why_untrained(world))
     return dict(method.predictors(state, world))
 
