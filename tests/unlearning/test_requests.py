@@ -199,6 +199,16 @@ def test_a_run_that_has_forgotten_the_data_in_the_same_way_is_not_repeated(
     assert list(tmp_path.iterdir()) == [new]
 
 
+def test_a_directory_with_another_run_is_refused_without_advice_that_fails(
+    visits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command has no option --overwrite."""
+    assert unlearned(visits / "run", "--client", "north", "--out", visits / "run") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--out" in line
+    assert "--overwrite" not in line
+
+
 def test_an_unfinished_run_is_finished_first(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(toys.toy("fedavg", rounds=1), folder, toys.blobs())

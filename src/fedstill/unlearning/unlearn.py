@@ -15,7 +15,13 @@ from torch import Tensor
 from fedstill.config.experiment import Experiment, from_tree
 from fedstill.config.resolve import resolve
 from fedstill.config.settings import Settings, written_plan
-from fedstill.core.errors import ConfigError, CorruptFile, DataError, IncompatibleMethod
+from fedstill.core.errors import (
+    ConfigError,
+    CorruptFile,
+    DataError,
+    IncompatibleMethod,
+    RunExists,
+)
 from fedstill.core.fields import nfc
 from fedstill.core.files import (
     in_shell,
@@ -32,7 +38,7 @@ from fedstill.data.sources import load_dataset
 from fedstill.running import runner
 from fedstill.running.checkpoint import UPDATE_SHA256, UPDATES, Restored, read_verified, update_file
 from fedstill.running.client_data import NOISE, set_public_apart, subset, training_and_test_sets
-from fedstill.running.directory import new_directory, write_config
+from fedstill.running.directory import holds_run, new_directory, write_config
 from fedstill.running.driver import Driver
 from fedstill.running.journal import CONFIG, EMPTY_MARK, JOURNAL
 from fedstill.running.preparation import Prepared, prepare, reading_options
@@ -111,6 +117,8 @@ def carry_out(
             # An intact certificate may have measurements that this call would not repeat.
             with suppress(CorruptFile):
                 return Unlearned(result, check_certificate(folder).content)
+    elif holds_run(folder):
+        raise RunExists(f"{folder} holds another run; choose another --out")
     else:
         result = _begin(plan, folder, watch)
     certificate = write_certificate(
