@@ -90,6 +90,8 @@ def test_a_space_says_ends_scale_and_choices() -> None:
         ("method.beta=0..1:log", "above 0 with :log"),
         ("method.beta=0.1..1:linear", "the only scale"),
         ("method.beta=low..high", "'low' and 'high' must be numbers"),
+        ("method.beta=0.1..inf", "must be finite numbers"),
+        ("method.beta=0.1..1e400:log", "must be finite numbers"),
     ],
 )
 def test_a_space_that_is_none_is_one_line(text: str, said: str) -> None:
@@ -187,6 +189,17 @@ def test_the_score_of_the_best_round_needs_a_selection(tmp_path: Path) -> None:
     """The goal is refused before the first trial."""
     with pytest.raises(ConfigError, match="select_on"):
         Tuning(COMMON, parse_space(SPACE), (1,), tmp_path, succeed, "best_round_score")
+
+
+def test_a_metric_on_the_command_line_may_be_the_goal(tmp_path: Path) -> None:
+    experiment = load(None, ("metrics=auc",))
+    tuning = Tuning(experiment, parse_space(SPACE), (1,), tmp_path, succeed, "best_auc")
+    assert tuning.metric == "auc"
+
+
+def test_blanks_around_the_parts_of_a_range_do_not_matter() -> None:
+    (dimension,) = parse_space(["method.beta = 0.1 .. 10 : log"])
+    assert dimension == Dimension("method.beta", low=0.1, high=10.0, log=True)
 
 
 def test_an_unknown_goal_is_refused_with_the_goals_that_the_runs_may_have(tmp_path: Path) -> None:

@@ -126,7 +126,9 @@ def _dimension(text: str) -> Dimension:
         )
     except ValueError:
         raise ConfigError(f"--space {text!r}: {low!r} and {high!r} must be numbers") from None
-    is_legal_log = not scale or (scale == "log" and dimension.low > 0)
+    if not (math.isfinite(dimension.low) and math.isfinite(dimension.high)):
+        raise ConfigError(f"--space {text!r}: {low!r} and {high!r} must be finite numbers")
+    is_legal_log = not scale or (scale.strip() == "log" and dimension.low > 0)
     if not is_legal_log or not dimension.low < dimension.high:
         raise ConfigError(
             f"--space {text!r}: the first end must be below the second, and above 0 with :log, the "
@@ -268,7 +270,8 @@ class Tuning:
     def _obstacle(self, goal: str) -> str:
         """The reason why no run will have a goal, with a remedy; empty if runs may have it."""
         metric = METRIC_GOALS.get(goal)
-        if metric is not None and metric not in (*self.experiment.metrics, self.experiment.rank_by):
+        top = Parts(self.experiment).top
+        if metric is not None and metric not in (*top.metrics, top.rank_by):
             return f"no run records {metric}; add it with -s metrics={metric}"
         searched_tables = {dimension.key.partition(".")[0] for dimension in self.space}
         may_select_round = self._selects_round or searched_tables & {"select_on", "stop"}
