@@ -519,3 +519,26 @@ def test_quick_splits_are_not_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
     p.cached_split(p.iid, BALANCED, clients=7, seed=1)
     assert not (tmp_path / "partitions").exists()
+
+
+@pytest.mark.parametrize("stream", ["official", "fast"])
+@pytest.mark.parametrize("clients", [1, 2, 3])
+@pytest.mark.filterwarnings("error")
+def test_shares_that_underflow_are_drawn_again_without_a_warning(stream, clients):
+    labels = np.arange(100) % 2
+    for seed in range(20):
+        parts = p.dirichlet(labels, clients, 0.001, seed, min_size=1, stream=stream)
+        assert sorted(np.concatenate(list(parts)).tolist()) == list(range(100))
+
+
+@pytest.mark.filterwarnings("error")
+def test_hiper_refuses_shares_that_underflow():
+    with pytest.raises(InfeasiblePartition, match="hiper: with alpha 1e-06"):
+        p.hiper(np.arange(100) % 2, 2, 1e-6, 0)
+
+
+@pytest.mark.filterwarnings("error")
+def test_class_mixes_of_a_column_may_underflow():
+    groups = np.arange(100) % 4
+    parts = p.column(np.arange(100) % 3, 4, groups, alpha=1e-6, seed=0)
+    assert all(len(part) > 0 for part in parts)

@@ -36,6 +36,12 @@ DRAWS_AT_ONCE = 64
 """The number of draws that the fast stream computes at once."""
 
 
+IGNORES_UNDERFLOW = np.errstate(invalid="ignore")
+"""With a tiny alpha, the numbers of which NumPy makes shares underflow to 0, and shares are NaN.
+Such draws are invalid and are repeated, so users need no warning about them.
+"""
+
+
 # The division of a class among clients.
 
 
@@ -48,6 +54,7 @@ class ClassPieces:
     """(clients,)"""
 
 
+@IGNORES_UNDERFLOW
 def _draw_pieces(
     examples_of_class: Parts,
     clients: int,
@@ -195,6 +202,7 @@ def _fast_draw(settings: _DrawSettings, stream: np.random.Generator) -> ClientSp
     return None
 
 
+@IGNORES_UNDERFLOW
 def _class_counts(settings: _DrawSettings, stream: np.random.Generator, tries: int) -> Counts:
     """The number of examples of each class and client in several draws: (tries, classes, clients).
 
@@ -528,6 +536,10 @@ def hiper(labels: Labels, clients: Count, alpha: Positive, seed: Seed = 42) -> P
     """
     examples_of_class = class_indices(labels)
     matrix = legacy_stream(seed).dirichlet(np.repeat(alpha, clients), size=len(examples_of_class))
+    if clients > 1 and not np.isfinite(matrix).all():
+        raise InfeasiblePartition(
+            f"hiper: with alpha {alpha:g}, the shares of all clients underflow to 0; raise alpha"
+        )
     owners = []
     for examples, shares in zip(examples_of_class, matrix, strict=True):
         # The notebooks round each share down. ``cuts`` would round their sums down.

@@ -294,7 +294,8 @@ def _with_mix(
     classes, counts = np.unique(labels[examples], return_counts=True)
     mix = stream.dirichlet(np.repeat(alpha, len(classes)))
     # Shares that underflow to 0 must not limit the scale.
-    scale = (counts / np.maximum(mix, np.finfo(float).tiny)).min()
+    with np.errstate(over="ignore"):
+        scale = (counts / np.maximum(mix, np.finfo(float).tiny)).min()
     min_counts = (mix == mix.max()).astype(int)
     subset = []
     for label, share, min_count in zip(classes, mix, min_counts, strict=True):
