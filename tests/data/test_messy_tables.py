@@ -317,6 +317,16 @@ def test_a_number_with_a_decimal_comma_is_no_stray_if_commas_are_decimal_marks()
         load_dataset(name, decimal=",")
 
 
+@pytest.mark.parametrize(
+    ("fields", "role"),
+    [({}, "label"), ({"owner": "label", "label_column": "x"}, "owner")],
+)
+def test_a_column_with_another_role_is_no_input(fields: dict[str, Any], role: str) -> None:
+    name = csv("x,y,label", "{},1,0", "{},2,1")
+    with pytest.raises(DataError, match=f"'label' holds the {role}s.*remove"):
+        load_dataset(name, columns=("y", "label"), **fields)
+
+
 # A column that names the split, a file for each client
 
 

@@ -547,11 +547,8 @@ def _candidates(
 
     Raises DataError if the options name a missing column.
     """
-    types = {
-        field.name: field.type
-        for field in schema
-        if field.name not in (label, options.owner, options.split_column)
-    }
+    roles = {label: "label", options.owner: "owner", options.split_column: "split"}
+    types = {field.name: field.type for field in schema if field.name not in roles}
     chosen = {
         "columns": options.columns,
         "categorical": tuple(dict(options.categorical)),
@@ -559,6 +556,11 @@ def _candidates(
     }
     for key, names in chosen.items():
         absent = [name for name in names if name not in types]
+        if absent and absent[0] in schema.names:
+            raise DataError(
+                f"{source}: column {absent[0]!r} holds the {roles[absent[0]]}s, so it cannot be an "
+                f"input; remove it from data.{key}"
+            )
         if absent:
             raise DataError(
                 f"{source} has no column {absent[0]!r} among {', '.join(types) or 'none'}; correct "
