@@ -6,8 +6,11 @@ All programs run on this machine, without TLS.
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +25,7 @@ from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import resolve
 from fedstill.core.files import make_folder
 from fedstill.flower.deployment.folder import write_app
-from fedstill.flower.deployment.programs import environment, program
+from fedstill.flower.deployment.programs import environment
 from fedstill.running.journal import JOURNAL, read_journal
 from fedstill.version import VERSION
 
@@ -46,7 +49,7 @@ class FlowerPrograms:
         settings = {"config": resolve(experiment).toml, "out": str(run_folder)}
         settings_file = self.folder / "settings.toml"
         settings_file.write_text(tomli_w.dumps(settings), encoding="utf-8")
-        command = [program("flwr"), "run", str(self.folder / "app")]
+        command = [program_path("flwr"), "run", str(self.folder / "app")]
         command += ["--run-config", str(settings_file), "--stream"]
         variables = environment(self.folder / "flwr")
         subprocess.run(command, env=variables, check=True, timeout=SECONDS, capture_output=True)
@@ -81,7 +84,7 @@ def _write_settings(folder: Path, server: str) -> None:
 @contextmanager
 def _started(folder: Path, name: str, port: int, options: Sequence[str]) -> Iterator[None]:
     """Run one of Flower's programs during the block."""
-    command = [program(name), "--insecure", "--host", HOST, "--port", str(port), *options]
+    command = [program_path(name), "--insecure", "--host", HOST, "--port", str(port), *options]
     variables = environment(folder / "flwr")
     with (folder / f"{name}-{port}.log").open("wb") as log:
         process = subprocess.Popen(command, env=variables, stdout=log, stderr=log)
@@ -90,6 +93,15 @@ def _started(folder: Path, name: str, port: int, options: Sequence[str]) -> Iter
         finally:
             process.terminate()
             process.wait()
+
+
+def program_path(name: str) -> str:
+    """The path of one of Flower's programs; raises SystemExit if it is not installed."""
+    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    path = shutil.which(name, path=os.pathsep.join(folders))
+    if path is None:
+        raise SystemExit(f"there is no program {name}: pip install 'fedstill[flower]'")
+    return path
 
 
 def _free_ports(count: int) -> list[int]:
