@@ -36,7 +36,7 @@ DRAWS_AT_ONCE = 64
 """The number of draws that the fast stream computes at once."""
 
 
-IGNORES_UNDERFLOW = np.errstate(invalid="ignore")
+_IGNORES_UNDERFLOW = np.errstate(invalid="ignore")
 """With a tiny alpha, the numbers of which NumPy makes shares underflow to 0, and shares are NaN.
 Such draws are invalid and are repeated, so users need no warning about them.
 """
@@ -54,7 +54,7 @@ class ClassPieces:
     """(clients,)"""
 
 
-@IGNORES_UNDERFLOW
+@_IGNORES_UNDERFLOW
 def _draw_pieces(
     examples_of_class: Parts,
     clients: int,
@@ -202,7 +202,7 @@ def _fast_draw(settings: _DrawSettings, stream: np.random.Generator) -> ClientSp
     return None
 
 
-@IGNORES_UNDERFLOW
+@_IGNORES_UNDERFLOW
 def _class_counts(settings: _DrawSettings, stream: np.random.Generator, tries: int) -> Counts:
     """The number of examples of each class and client in several draws: (tries, classes, clients).
 
