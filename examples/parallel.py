@@ -1,47 +1,60 @@
-"""Side by side: does distilling the not-true classes help when each client has only a few digits?
+"""Clients train in parallel: FedAvg and FedNTD on clients that have only a few digits each.
 
-    python examples/parallel.py
+    python examples/parallel.py [ROUNDS]
 
-Two methods on the same clients, seed and schedule; then what the global model forgets, class by
-class.
+FedNTD distils the classes other than the true class from the global model. Both methods run with
+the same clients, seed and plan. The program prints the accuracy by round, and how much of each
+class the global model forgets.
 """
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
+
+import numpy as np
 
 import fedstill
 from fedstill import Experiment
 
-ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+parser = argparse.ArgumentParser(description="FedAvg and FedNTD in parallel rounds.")
+parser.add_argument("rounds", nargs="?", type=int, default=20, help="default: 20")
+arguments = parser.parse_args()
 
+METHODS = {
+    "FedAvg": "fedavg",
+    "FedNTD": {"name": "fedntd", "beta": 1.0},
+}
 COMMON = {
     "seed": 5,
-    "rounds": ROUNDS,
+    "rounds": arguments.rounds,
     "threads": 1,
-    "data": "digits",  # 1,797 handwritten digits that ship inside scikit-learn
-    "partition": {"kind": "dirichlet", "alpha": 0.1},  # 14 of 20 clients hold four digits or fewer
+    "data": "digits",  # 1,797 handwritten digits that scikit-learn contains
+    "partition": {"kind": "dirichlet", "alpha": 0.1},  # 14 of 20 clients have at most four digits
     "topology": {"kind": "parallel", "clients": 20, "sampled": 5},
     "plan": {"epochs": 5, "batch": 20, "lr": 0.05},
 }
 
 
-def show(name: str, result: fedstill.Result) -> None:
-    """Accuracy by round, and how far each class is below its best round."""
-    curve = " ".join(f"{100 * event['accuracy']:3.0f}" for event in result.history)
-    print(f"{name}\n  accuracy by round [%]: {curve}\n  forgetting F: {result.forgetting:.3f}")
-    best = [
-        max(classes) for classes in zip(*(e["class_accuracy"] for e in result.history), strict=True)
-    ]
-    last = result.history[-1]["class_accuracy"]
-    lost = "  ".join(
-        f"{c}: {100 * (b - a):3.0f}" for c, (a, b) in enumerate(zip(last, best, strict=True))
-    )
-    print(f"  points lost since the best round, by digit: {lost}\n")
+def percentages(values: np.ndarray) -> str:
+    """Values between 0 and 1 as a line of percentages."""
+    return " ".join(f"{100 * value:3.0f}" for value in values)
+
+
+def print_result(title: str, result: fedstill.Result) -> None:
+    """Print accuracies, and how far each class is below its best round."""
+    accuracy = np.array([event["accuracy"] for event in result.history])
+    class_accuracy = np.array([event["class_accuracy"] for event in result.history])
+    decline = class_accuracy.max(axis=0) - class_accuracy[-1]
+
+    print(title)
+    print(f"  accuracy by round [%]: {percentages(accuracy)}")
+    print(f"  forgetting F: {result.forgetting:.3f}")
+    print(f"  points lost since the best round, digits 0 to 9: {percentages(decline)}")
+    print()
 
 
 with tempfile.TemporaryDirectory() as folder:
-    for method in ("fedavg", {"name": "fedntd", "beta": 1.0}):
+    for title, method in METHODS.items():
         experiment = Experiment(method=method, **COMMON)
-        name = experiment.table("method")["name"]
-        show(name, fedstill.run(experiment, out=Path(folder) / name))
+        result = fedstill.run(experiment, out=Path(folder) / title)
+        print_result(title, result)

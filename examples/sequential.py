@@ -1,14 +1,14 @@
-"""One after another: any objective also runs on a chain, in which each client goes on from the
-model before it.
+"""Clients train one after another, each from its predecessor's model, and a run is resumed.
 
-    python examples/sequential.py
+    python examples/sequential.py [ROUNDS]
 
-FedSeq is plain training along a chain; FedNTD on a chain distils from the model that was handed
-over, SFedKD from models of the last round that together know all classes. Then a run is stopped
-after some stages and resumed, to the same bits.
+Three methods run on the same chain of clients. FedSeq trains without distillation. FedNTD distils
+from the model that a client receives. SFedKD distils from models of the previous round that
+together know all classes. A last run is stopped during its first round and resumed: the final model
+has the same bits.
 """
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -19,12 +19,16 @@ from fedstill import Experiment
 from fedstill.core.errors import Interrupted
 from fedstill.running.recording import Quiet
 
-ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else 10
+parser = argparse.ArgumentParser(description="Three methods on a chain, and a resumed run.")
+parser.add_argument("rounds", nargs="?", type=int, default=10, help="default: 10")
+arguments = parser.parse_args()
 
+METHODS = {"FedSeq": "fedseq", "FedNTD": "fedntd", "SFedKD": "sfedkd"}
 COMMON = {
     "seed": 5,
-    "rounds": ROUNDS,
+    "rounds": arguments.rounds,
     "threads": 1,
+    "data": "digits",
     "partition": {
         "kind": "extended_dirichlet",
         "classes_per_client": 3,
@@ -34,30 +38,44 @@ COMMON = {
     "topology": {"kind": "sequential", "clients": 20, "sampled": 5},
     "plan": {"epochs": 2, "batch": 20, "lr": 0.05},
 }
+STAGES_BEFORE_STOP = 3
 
 
 class StopAfter(Quiet):
-    """Ask the run to end after some stages, as Ctrl-C does."""
+    """Stops a run after some stages, as Ctrl-C does."""
 
     def __init__(self, stages: int) -> None:
-        self.left = stages
+        self.remaining_stages = stages
 
     def stop(self) -> bool:
-        """Whether as many stages are done."""
-        self.left -= 1
-        return self.left <= 0
+        """Return whether the run should stop; called after every stage."""
+        self.remaining_stages -= 1
+        return self.remaining_stages <= 0
 
 
-with tempfile.TemporaryDirectory() as folder:
-    for method in ("fedseq", "fedntd", "sfedkd"):
-        whole = fedstill.run(Experiment(method=method, **COMMON), out=Path(folder) / method)
+def have_same_bits(first: fedstill.Result, second: fedstill.Result) -> bool:
+    """Whether the final models of two runs are equal."""
+    return all(torch.equal(first.model[name], second.model[name]) for name in first.model)
+
+
+with tempfile.TemporaryDirectory() as temporary:
+    folder = Path(temporary)
+    results = {}
+    for title, method in METHODS.items():
+        result = fedstill.run(Experiment(method=method, **COMMON), out=folder / title)
+        results[title] = result
         print(
-            f"{method} on a chain: accuracy {whole.accuracy:.3f}, forgetting {whole.forgetting:.3f}"
+            f"{title} on a chain: accuracy {result.accuracy:.3f}, "
+            f"forgetting {result.forgetting:.3f}"
         )
-    stopped = Path(folder) / "stopped"
+
+    experiment = Experiment(method="sfedkd", **COMMON)
     try:
-        fedstill.run(Experiment(method="sfedkd", **COMMON), out=stopped, watch=StopAfter(7))
+        fedstill.run(experiment, out=folder / "stopped", watch=StopAfter(STAGES_BEFORE_STOP))
     except Interrupted:
-        resumed = fedstill.resume(stopped)
-    same = all(torch.equal(resumed.model[k], whole.model[k]) for k in whole.model)
-    print(f"stopped after 7 stages and resumed: {'the same bits' if same else 'OTHER BITS'}")
+        resumed = fedstill.resume(folder / "stopped")
+
+if have_same_bits(resumed, results["SFedKD"]):
+    print(f"SFedKD stopped after {STAGES_BEFORE_STOP} stages and resumed: the same model")
+else:
+    print(f"SFedKD stopped after {STAGES_BEFORE_STOP} stages and resumed: another model")
