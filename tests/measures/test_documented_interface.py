@@ -24,9 +24,9 @@ def public_names(kind: type) -> set[str]:
 @pytest.mark.parametrize(
     ("heading", "name", "kind"),
     [
-        ("### `seen`: the result of a stage", "seen", StageResult),
+        ("### `result`: the result of a stage", "result", StageResult),
         ("### `context`: what `look` may use", "context", EvaluationContext),
-        ("### `seen` of `at_client`", "seen", AtClient),
+        ("### `visit`: what `at_client` may use", "visit", AtClient),
     ],
     ids=["StageResult", "EvaluationContext", "AtClient"],
 )
