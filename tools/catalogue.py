@@ -47,22 +47,23 @@ def page() -> str:
 def section(kind: str) -> str:
     """The entries of one kind as a table."""
     entries = [registry.lookup(kind, name) for name in registry.names(kind)]
-    lines = [f"## {TITLES[kind]}", "", NOTES[kind], ""]
-    lines += method_table(entries) if kind == "method" else table(entries)
-    return "\n".join([*lines, ""])
+    rows = table(entries)
+    if kind == "method":
+        rows = method_table(entries)
+    return "\n".join([f"## {TITLES[kind]}", "", NOTES[kind], "", *rows, ""])
 
 
 def method_table(entries: Sequence[Entry]) -> list[str]:
     """Names, default topologies and sentences of methods."""
-    rows = [
-        f"| `{entry.name}` | `{entry.build().topology}` | {cell(descriptions.summary(entry))} |"
-        for entry in entries
-    ]
-    return ["| method | topology | description |", "|---|---|---|", *rows]
+    rows = ["| method | topology | description |", "|---|---|---|"]
+    for entry in entries:
+        topology = entry.build().topology
+        rows.append(f"| `{entry.name}` | `{topology}` | {cell(descriptions.summary(entry))} |")
+    return rows
 
 
 def table(entries: Sequence[Entry]) -> list[str]:
-    """Names and sentences of other things."""
+    """Names and sentences of entries that are no methods."""
     rows = [f"| `{entry.name}` | {cell(descriptions.summary(entry))} |" for entry in entries]
     return ["| name | description |", "|---|---|", *rows]
 

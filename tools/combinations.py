@@ -1,8 +1,7 @@
-"""The table of docs/papers.md on what goes together: every method on every topology, engine, with
-networks that differ.
+"""The table of docs/papers.md on methods and topologies, engines and other settings.
 
-``tools.docs_check`` compares it with the page. Each cell is what preparing such a run says: it can
-be done, or it is refused by name, and the refusal stands below the table.
+``tools.docs_check`` compares it with the page. Each cell is the result of preparing such a run: the
+run is accepted, or refused for a reason that is listed below the table.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from fedstill.core import registry
 from fedstill.core.errors import FedstillError
 from fedstill.data.dataset import Dataset
 from fedstill.running.preparation import prepare
-from tools.fitting_runs import fitting_run
+from tools.fitting_runs import fitting_run, package_methods
 
 TOPOLOGIES = {
     "parallel": "parallel",
@@ -26,70 +25,79 @@ TOPOLOGIES = {
     "public_logits": "public logits",
     "peer_to_peer": "peers",
 }
-SEVERAL = [{"name": "mlp", "hidden": [8]}, {"name": "mlp", "hidden": [8, 8]}]
+"""The topologies with the headings of their columns."""
+
+DIFFERENT_NETWORKS = [{"name": "mlp", "hidden": [8]}, {"name": "mlp", "hidden": [8, 8]}]
 
 
-def examples() -> Dataset:
-    """Sixty pictures of noise, enough for every method to be prepared."""
-    draw = torch.Generator().manual_seed(0)
-    pixels = torch.randint(256, (90, 1, 4, 4), generator=draw, dtype=torch.uint8)
-    return from_tensors(
-        "noise", (pixels[:60], torch.arange(60) % 3), (pixels[60:], torch.arange(30) % 3)
-    )
+def noise_images() -> Dataset:
+    """Sixty training images of noise, which are enough to prepare any method."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (90, 1, 4, 4), generator=generator, dtype=torch.uint8)
+    labels = torch.arange(90) % 3
+    train = (images[:60], labels[:60])
+    test = (images[60:], labels[60:])
+    return from_tensors("noise", train, test)
 
 
 def refusal(method: str, data: Dataset, **changes: Any) -> str:
-    """Why a run of a method is refused; empty if it is not."""
+    """Why fedstill refuses a run of a method; empty if it accepts the run."""
     try:
         prepare(resolve(fitting_run(method, **changes)), data)
     except FedstillError as error:
-        return plain(str(error), method)
+        return without_names(str(error), method)
     return ""
 
 
-def plain(text: str, method: str) -> str:
-    """A refusal without the names of the method and the topology, so that equal reasons are one."""
-    text = re.sub(rf"^method {re.escape(method)}(:| on topology \w+:)? ?", "", text)
-    text = (
-        re.sub(rf"(method )?\b{re.escape(method)}\b", "it", text, count=1)
-        if "sends none" in text
-        else text
-    )
+def without_names(message: str, method: str) -> str:
+    """A message without the names of the method and its topology, so that methods share reasons."""
+    name = re.escape(method)
+    text = re.sub(rf"^method {name}(:| on topology \w+:)? ?", "", message)
+    if "sends none" in text:
+        text = re.sub(rf"(method )?\b{name}\b", "it", text, count=1)
     return re.sub(r"; omit topology.kind to use its topology, \w+", "", text).strip()
 
 
-def columns(method: str, data: Dataset) -> dict[str, str]:
-    """The refusal of each column, empty where it goes."""
-    own = registry.lookup("method", method).build().topology
-    told = {
-        title: refusal(method, data, topology={"kind": kind}) for kind, title in TOPOLOGIES.items()
+def refusals(method: str, data: Dataset) -> dict[str, str]:
+    """The refusal of a method in each column of the table; empty where it is accepted."""
+    columns = {}
+    for kind, heading in TOPOLOGIES.items():
+        columns[heading] = refusal(method, data, topology={"kind": kind})
+    topology = {"kind": registry.lookup("method", method).build().topology}
+    changes_by_heading: dict[str, dict[str, Any]] = {
+        "vectorised": {"engine": "vectorised"},
+        "networks that differ": {"clients": {"models": DIFFERENT_NETWORKS}},
+        "noise on logits": {"privacy": {"noise": 0.5, "clip": 5.0}},
     }
-    told["vectorised"] = refusal(method, data, topology={"kind": own}, engine="vectorised")
-    told["networks that differ"] = refusal(
-        method, data, topology={"kind": own}, clients={"models": SEVERAL}
-    )
-    told["noise on logits"] = refusal(
-        method, data, topology={"kind": own}, privacy={"noise": 0.5, "clip": 5.0}
-    )
-    return told
+    for heading, changes in changes_by_heading.items():
+        columns[heading] = refusal(method, data, topology=topology, **changes)
+    return columns
 
 
 def table() -> str:
     """The table and the reasons, in Markdown."""
-    data, reasons = examples(), dict[str, int]()
-    lines: list[str] = []
-    head: list[str] = []
-    for method in registry.names("method"):
-        if not registry.lookup("method", method).target.__module__.startswith("fedstill."):
-            continue
-        told = columns(method, data)
-        head = head or ["method", *told]
-        cells = []
-        for why in told.values():
-            number = reasons.setdefault(why, len(reasons) + 1) if why else 0
-            cells.append(str(number) if number else "yes")
-        lines.append(f"| {' | '.join([f'`{method}`', *cells])} |")
-    said = [f"{number}. {why[:1].upper()}{why[1:]}." for why, number in reasons.items()]
-    return "\n".join(
-        [f"| {' | '.join(head)} |", f"|---|{'---|' * (len(head) - 1)}", *lines, "", *said, ""]
-    )
+    data = noise_images()
+    columns = {method: refusals(method, data) for method in package_methods()}
+    headings = list(columns["fedavg"])
+    numbers = dict[str, int]()
+    rows = []
+    for method, reasons in columns.items():
+        cells = [f"`{method}`"]
+        for reason in reasons.values():
+            if reason:
+                number = numbers.setdefault(reason, len(numbers) + 1)
+                cells.append(str(number))
+            else:
+                cells.append("yes")
+        rows.append(table_row(cells))
+    notes = []
+    for reason, number in numbers.items():
+        sentence = reason[:1].upper() + reason[1:]
+        notes.append(f"{number}. {sentence}.")
+    head = [table_row(["method", *headings]), f"|---|{'---|' * len(headings)}"]
+    return "\n".join([*head, *rows, "", *notes, ""])
+
+
+def table_row(cells: list[str]) -> str:
+    """A row of a table in Markdown."""
+    return f"| {' | '.join(cells)} |"

@@ -1,6 +1,4 @@
-"""A small run of any method of the package, with whatever it needs: a network, public data,
-questions to peers.
-"""
+"""A small run of any method of the package, with the network, data and queries that it needs."""
 
 from __future__ import annotations
 
@@ -11,48 +9,63 @@ from fedstill.config.experiment import Experiment
 from fedstill.core import registry
 from fedstill.core.capabilities import Need
 
-NETWORK = {"name": "mlp", "hidden": (8,)}
+PUBLIC_EXAMPLES = 12
 
 
 def fitting_run(method: str, **changes: Any) -> Experiment:
-    """A small run of a method, with what it needs."""
-    built = registry.lookup("method", method).build()
-    needs = built.requires()
-    network: Mapping[str, Any] = NETWORK
-    if Need.ETF in needs:
-        network = {"name": "etf", "of": "mlp", "arguments": {"hidden": [8]}}
-    if Need.SLIM in needs:
-        network = {"name": "resnet56"}
-    if Need.PAIR in needs:
-        network = {
-            "name": "pair",
-            "own": "mlp",
-            "own_arguments": {"hidden": [8]},
-            "shared": "logistic",
-        }
-        if "clients" in changes:
-            others = [{**network, "own_arguments": {"hidden": [8] * depth}} for depth in (1, 2)]
-            changes["clients"] = {"models": others}
-    public = Need.PUBLIC_DATA in needs or changes.get("topology", {}).get("kind") == "public_logits"
-    values: dict[str, Any] = {
+    """A small run of a method; ``changes`` replace its settings, those of the topology one by
+    one.
+    """
+    needs = registry.lookup("method", method).build().requires()
+    topology = {"clients": 4, **changes.get("topology", {})}
+    settings: dict[str, Any] = {
         "method": method,
-        "model": network,
-        "rounds": 1 if changes.get("topology", {}).get("kind") == "peer_to_peer" else 2,
+        "model": fitting_network(needs),
+        "rounds": 2,
         "measure": (),
         "partition": "iid",
-        "data": {"public": 12 if public else 0},
-        "topology": {"clients": 4},
-        "query": {"draw": "single", "fewer_than": 5} if Need.QUERIES in needs else {},
+        "data": {"public": 0},
+        "query": {},
     }
-    merged = {**values, **changes}
-    merged["topology"] = {**values["topology"], **changes.get("topology", {})}
-    return Experiment(**merged)
+    if topology.get("kind") == "peer_to_peer":
+        settings["rounds"] = 1
+    if Need.PUBLIC_DATA in needs or topology.get("kind") == "public_logits":
+        settings["data"] = {"public": PUBLIC_EXAMPLES}
+    if Need.QUERIES in needs:
+        settings["query"] = {"draw": "single", "fewer_than": 5}
+    settings.update(changes)
+    settings["topology"] = topology
+    if Need.PAIR in needs and "clients" in changes:
+        settings["clients"] = {"models": [pair_of_networks(depth=1), pair_of_networks(depth=2)]}
+    return Experiment(**settings)
 
 
-def own_methods() -> list[str]:
-    """The names of the methods of the package."""
-    return [
-        m
-        for m in registry.names("method")
-        if registry.lookup("method", m).target.__module__.startswith("fedstill.")
-    ]
+def fitting_network(needs: Need) -> Mapping[str, Any]:
+    """A small network for a method with these needs."""
+    if Need.PAIR in needs:
+        return pair_of_networks(depth=1)
+    if Need.SLIM in needs:
+        return {"name": "resnet56"}
+    if Need.ETF in needs:
+        return {"name": "etf", "of": "mlp", "arguments": {"hidden": [8]}}
+    return {"name": "mlp", "hidden": (8,)}
+
+
+def pair_of_networks(depth: int) -> Mapping[str, Any]:
+    """A pair of a client's network, with this number of hidden layers, and a shared network."""
+    return {
+        "name": "pair",
+        "own": "mlp",
+        "own_arguments": {"hidden": [8] * depth},
+        "shared": "logistic",
+    }
+
+
+def package_methods() -> list[str]:
+    """The names of the methods of the package; other packages may have registered more."""
+    names = []
+    for name in registry.names("method"):
+        module = registry.lookup("method", name).target.__module__
+        if module.startswith("fedstill."):
+            names.append(name)
+    return names

@@ -1,5 +1,4 @@
-"""The table of docs/papers.md on the code of methods' authors, from the numbers which that code
-gave.
+"""The table of docs/papers.md on the published code of papers, and its comparison with ours.
 
 ``tools.docs_check`` compares it with the page; ``tests/methods/test_official_numbers.py`` compares
 the numbers.
@@ -17,15 +16,19 @@ HEAD = ("| method | executed code | comparison with ours |", "|---|---|---|")
 
 
 def row(entry: Mapping[str, Any]) -> str:
-    """The line of the table about one entry; a dash where no code could be executed."""
-    executed = "-"
-    if "norm" in entry:
-        link = (
-            f"https://github.com/{entry['repository']}/blob/{entry['commit'][:7]}/{entry['file']}"
-        )
-        functions = ", ".join(f"`{name}`" for name in entry["ran"].split(", "))
-        executed = f"[{entry['repository']}]({link}), {functions}"
-    return f"| `{entry['method']}` | {executed} | {entry['says']} |"
+    """The line of an entry."""
+    return f"| `{entry['method']}` | {executed_code(entry)} | {entry['says']} |"
+
+
+def executed_code(entry: Mapping[str, Any]) -> str:
+    """A link to the executed code, and its functions; a dash if no code could be executed."""
+    if "norm" not in entry:
+        return "-"
+    repository = entry["repository"]
+    commit = entry["commit"][:7]
+    link = f"https://github.com/{repository}/blob/{commit}/{entry['file']}"
+    functions = ", ".join(f"`{name}`" for name in entry["ran"].split(", "))
+    return f"[{repository}]({link}), {functions}"
 
 
 def table() -> str:

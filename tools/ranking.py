@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +17,7 @@ from typing import Any
 from fedstill.benchmark.map_page import EXPLANATION, TITLE, missing_maps
 from fedstill.benchmark.maps import MapCell, MethodMap, shipped_maps
 from fedstill.benchmark.page import INTERVALS, LIMITS, PROCEDURE, config_lines
-from fedstill.benchmark.recipes import load_recipe
+from fedstill.benchmark.recipes import Recipe, load_recipe
 from fedstill.benchmark.scoring import score_of
 from fedstill.benchmark.standings import Standings, all_standings, read_rows
 from fedstill.benchmark.suites import suite_names
@@ -67,15 +68,23 @@ TRACKS = {
     "public": "clients send logits on public data",
     "peers": "clients learn from each other",
 }
-"""The tracks in the order of the menu, and what each is about."""
+"""The tracks in the order of the menu, with their subjects."""
+
+
+@dataclass(frozen=True)
+class FullTable:
+    """A column of a paper's table, whose settings are those of the tier "full"."""
+
+    recipe: str
+    column: str
+    folder: str
+    """The folder of its runs, below ``results``."""
+
 
 FULL = (
-    ("fedadkd/table2", "CIFAR-10 .1", "fedadkd-table2-full"),
-    ("fedadkd/table1", "CIFAR-10 s=2", "fedadkd-table1-full"),
+    FullTable("fedadkd/table2", "CIFAR-10 .1", "fedadkd-table2-full"),
+    FullTable("fedadkd/table1", "CIFAR-10 s=2", "fedadkd-table1-full"),
 )
-"""Tables of papers whose settings are those of the tier full: the recipe, its column, the folder of
-its runs.
-"""
 
 FULL_SEEDS = range(1, 4)
 
@@ -90,13 +99,11 @@ ranked. [Results](../results/fedadkd.md) has the papers' numbers.
 
 @cache
 def shipping() -> list[Standings]:
-    """The standings of all entries that ship; raises ValueError for one that is not as it should
-    be.
-    """
-    entered = read_rows([ENTRIES])
-    if entered.skipped:
-        raise ValueError("; ".join(entered.skipped))
-    return all_standings(entered.rows, entered.suites)
+    """The standings of all entries that ship; raises ValueError for an invalid entry."""
+    entries = read_rows([ENTRIES])
+    if entries.skipped:
+        raise ValueError("; ".join(entries.skipped))
+    return all_standings(entries.rows, entries.suites)
 
 
 def table_of_runs() -> str:
@@ -106,13 +113,17 @@ def table_of_runs() -> str:
 
 def overview() -> str:
     """The text of docs/ranking/index.md."""
-    lines = [f"- [{track}]({track}.md): {about}" for track, about in TRACKS.items()]
+    lines = [f"- [{track}]({track}.md): {subject}" for track, subject in TRACKS.items()]
     return "\n".join([HEAD.format(tracks="\n".join(lines)), *markdown_agreement(shipping())])
 
 
 def space() -> str:
     """The text of docs/ranking/space.md."""
-    return "\n".join(filter(None, [track_page("space"), full_size()]))
+    page = track_page("space")
+    full_tables = full_size()
+    if not full_tables:
+        return page
+    return f"{page}\n{full_tables}"
 
 
 def time() -> str:
@@ -212,17 +223,12 @@ def _short(key: str) -> str:
 
 def track_page(track: str) -> str:
     """A track's page: the tables of its suites, and the fields that were chosen."""
-    standings = [one for one in shipping() if one.suite.track == track]
+    standings = [entry for entry in shipping() if entry.suite.track == track]
     title = f"# {track.capitalize()}: {TRACKS[track]}"
     parts = [f"{title}\n\n[How to read the tables](index.md#how-to-read-the-tables).\n"]
-    for one in standings:
-        title = f"## {one.suite.tier}"
-        parts.append(f"{title}\n\n{one.suite.recipe.paper}.\n\n{markdown_tables(one)}")
-        parts.append(
-            f"### Fields chosen, {one.suite.name}\n\n"
-            f"These fields replace the settings that all rows share.\n\n{fields_text(one)}\n"
-        )
-    entered = {one.suite.name for one in standings}
+    for suite_standings in standings:
+        parts += suite_sections(suite_standings)
+    entered = {suite_standings.suite.name for suite_standings in standings}
     missing = [name for name in suites_of_track(track) if name not in entered]
     if missing:
         parts.append(
@@ -232,11 +238,24 @@ def track_page(track: str) -> str:
     return "\n".join(parts)
 
 
-def fields_text(one: Standings) -> str:
-    """The chosen fields of each row of a suite, as TOML."""
-    return "\n\n".join(
-        f"{p.row.name}:\n\n```toml\n{config_lines(one, p.row.name)}```" for p in one.placed
+def suite_sections(standings: Standings) -> list[str]:
+    """The sections on a suite: its tables, and the fields that were chosen."""
+    suite = standings.suite
+    tables = f"## {suite.tier}\n\n{suite.recipe.paper}.\n\n{markdown_tables(standings)}"
+    fields = (
+        f"### Fields chosen, {suite.name}\n\n"
+        f"These fields replace the settings that all rows share.\n\n{fields_text(standings)}\n"
     )
+    return [tables, fields]
+
+
+def fields_text(standings: Standings) -> str:
+    """The chosen fields of each row of a suite, as TOML."""
+    parts = []
+    for placed in standings.placed:
+        name = placed.row.name
+        parts.append(f"{name}:\n\n```toml\n{config_lines(standings, name)}```")
+    return "\n\n".join(parts)
 
 
 def suites_of_track(track: str) -> list[str]:
@@ -245,32 +264,43 @@ def suites_of_track(track: str) -> list[str]:
 
 
 def full_size() -> str:
-    """The section on the tier "full": runs of papers' tables that have its settings; empty where
-    there are none yet.
+    """The section on the tier "full": runs of papers' tables that have its settings; empty if there
+    are none yet.
     """
-    parts = [text for one in FULL if (text := _of_table(*one))]
-    return "\n".join([FULL_HEAD, *parts]) if parts else ""
+    texts = [full_table(table) for table in FULL]
+    parts = [text for text in texts if text]
+    if not parts:
+        return ""
+    return "\n".join([FULL_HEAD, *parts])
 
 
-def _of_table(table: str, column: str, name: str) -> str:
-    """One table's runs of a column: a line of each row, means over the seeds that are finished."""
-    recipe, folder = load_recipe(table), readable(ROOT / "results" / name)
+def full_table(table: FullTable) -> str:
+    """The finished runs in one column of a paper's table; empty if there are none yet."""
+    recipe = load_recipe(table.recipe)
     lines = []
     for row in recipe.rows:
-        runs = recipe.variants([(row, column)], FULL_SEEDS, {}, folder)
-        done = [run.folder for run in runs if (run.folder / "summary.json").is_file()]
-        scores = [score_of(place, recipe.common["rounds"]) for place in done]
-        if scores:
-            accuracy, learned, f = (
-                fmean(getattr(s, k) for s in scores) for k in ("accuracy", "learned", "forgetting")
-            )
-            numbers = [accuracy, learned, accuracy / learned, f]
-            sent = fmean(s.sent for s in scores) / 1e6
-            lines.append(
-                [row, *(f"{100 * v:.1f}" for v in numbers), f"{sent:,.0f}", str(len(scores))]
-            )
-    head = ["method", "accuracy [%]", "learned [%]", "kept [%]", "forgetting F [%]", "MB", "seeds"]
+        line = full_line(table, recipe, row)
+        if line:
+            lines.append(line)
     if not lines:
         return ""
+    head = ["method", "accuracy [%]", "learned [%]", "kept [%]", "forgetting F [%]", "MB", "seeds"]
     text = TextTable(head, lines).markdown()
-    return f"{recipe.paper}; {column} (`results/{name}`).\n\n{text}"
+    return f"{recipe.paper}; {table.column} (`results/{table.folder}`).\n\n{text}"
+
+
+def full_line(table: FullTable, recipe: Recipe, row: str) -> list[str]:
+    """The means of a row over its finished seeds; empty if there are none."""
+    folder = readable(ROOT / "results" / table.folder)
+    runs = recipe.variants([(row, table.column)], FULL_SEEDS, {}, folder)
+    finished = [run.folder for run in runs if (run.folder / "summary.json").is_file()]
+    scores = [score_of(folder, recipe.common["rounds"]) for folder in finished]
+    if not scores:
+        return []
+    accuracy = fmean(score.accuracy for score in scores)
+    learned = fmean(score.learned for score in scores)
+    forgetting = fmean(score.forgetting for score in scores)
+    shares = [accuracy, learned, accuracy / learned, forgetting]
+    megabytes = fmean(score.sent for score in scores) / 1e6
+    percentages = [f"{100 * share:.1f}" for share in shares]
+    return [row, *percentages, f"{megabytes:,.0f}", str(len(scores))]

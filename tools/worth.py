@@ -1,26 +1,30 @@
-"""The table of docs/results/methods.md on what each method is worth, made from finished runs.
+"""The table of docs/results/methods.md on the gain of each method, from the runs in ``results/``.
 
-``tools.docs_check`` compares it with the page. Each method's difference to its base (FedAvg, of
-chains FedSeq) is paired by seed; beside it is what its paper claims, from
-``results/worth-claims.toml``.
+``tools.docs_check`` compares it with the page. Each method is compared with its base, which is
+FedAvg, or FedSeq for chains. Differences are paired by seed. ``results/worth-claims.toml`` lists
+what the papers claim.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fedstill.metrics.ranks import paired_difference
 from fedstill.report.table_files import TextTable
-from fedstill.running.runs import Group, groups, method_of, spread
+from fedstill.running.runs import Group, Spread, groups, method_of, spread
 
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "results" / "worth-digits"
 CLAIMS = ROOT / "results" / "worth-claims.toml"
-LAST_TEN, MIX = "mean_accuracy_last_10", "personal_accuracy"
-NUMBERS = {"global": LAST_TEN, "clients": MIX, "bytes": "bytes"}
+
+LAST_TEN = "mean_accuracy_last_10"
+PERSONAL = "personal_accuracy"
+METRICS = {"global": LAST_TEN, "clients": PERSONAL}
+"""The metric of each kind of claim about accuracy."""
+
 HEAD = [
     "method",
     "seeds",
@@ -36,83 +40,144 @@ HEAD = [
 NONE = "–"
 
 
-def by_seed(group: Group, key: str) -> dict[int, float]:
-    """{seed: a number of a run}: of those that are reported, ``bytes`` (both ways) or ``cpu``
-    (seconds).
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a paper claims about a method compared with its base."""
+
+    metric: str
+    """``global``, ``clients`` or ``bytes``: the server's model, the clients' models, or what is
+    sent.
     """
-    out: dict[int, float] = {}
-    for run in group.started:
-        summary = run.numbers.summary
-        numbers = {
-            **summary,
-            "bytes": summary["bytes_up"] + summary["bytes_down"],
-            "cpu": summary["seconds_cpu"],
-        }
-        value = numbers.get(key)
-        out |= {} if value is None else {run.seed: value}
-    return out
+    claim: str
+    """``above``, ``fewer``, or empty if the paper claims nothing."""
+    base: str = "fedavg"
+    explanation: str = "open"
+    """Why our runs refute the claim."""
 
 
-def rows(
-    compared: Mapping[str, Group], claims: Mapping[str, Mapping[str, Any]]
-) -> Iterator[list[str]]:
-    """A line of each method that was run, in the order of the claims."""
-    for name, said in claims.items():
-        if name in compared:
-            group, base = compared[name], compared[said.get("against", "fedavg")]
-            cells = [
-                cell(group, LAST_TEN, 100),
-                cell(group, "forgetting", 100),
-                cell(group, MIX, 100),
-            ]
-            cost = [ratio(group, compared["fedavg"], "cpu"), cell(group, "bytes", 1e-6, alone=True)]
-            unfinished = "" if group.finished else " (stopped)"
-            yield [
-                f"`{name}`{unfinished}",
-                str(len(group.seeds)),
-                *cells,
-                *cost,
-                said["claim"] or NONE,
-                *verdict(group, base, said),
-            ]
+@dataclass(frozen=True)
+class Verdict:
+    """The difference between a method and its base, and whether it confirms the claim."""
 
-
-def cell(group: Group, key: str, scale: float, alone: bool = False) -> str:
-    """Mean ± spread over seeds; or the mean alone."""
-    value = spread(list(by_seed(group, key).values()))
-    return NONE if value is None else f"{scale * value.mean:.1f}" if alone else value.text(scale, 1)
-
-
-def ratio(group: Group, base: Group, key: str) -> str:
-    """How many times a number of the base's, mean over seeds that both have."""
-    ours, theirs = by_seed(group, key), by_seed(base, key)
-    both = [ours[seed] / theirs[seed] for seed in ours if seed in theirs]
-    return f"{sum(both) / len(both):.1f} ×" if both else NONE
-
-
-def verdict(group: Group, base: Group, said: Mapping[str, Any]) -> list[str]:
-    """The difference with its interval, and whether it is what the paper claims; with why where it
-    is not.
-    """
-    if group is base:
-        return [NONE, NONE]
-    if said["of"] == "bytes":
-        less = ratio(base, group, "bytes")
-        fewer = float(less.split()[0]) > 1
-        return [f"{less} fewer bytes", "confirmed" if fewer else "refuted"]
-    apart = paired_difference(*(by_seed(g, NUMBERS[said["of"]]) for g in (group, base)))
-    if apart is None or apart.pairs < 2:
-        return [NONE, NONE]
-    told = f"{100 * apart.mean:+.1f} ({100 * apart.low:+.1f} to {100 * apart.high:+.1f})"
-    if not apart.told_apart:
-        return [told, "not told apart"]
-    if not said["claim"]:
-        return [told, "above" if apart.mean > 0 else "below"]
-    return [told, "confirmed" if apart.mean > 0 else f"refuted here: {said.get('why', 'open')}"]
+    difference: str
+    verdict: str
 
 
 def table() -> str:
     """The table, in Markdown."""
     compared = {method_of(group.settings): group for group in groups([RUNS])}
-    claims = tomllib.loads(CLAIMS.read_text(encoding="utf-8"))
-    return TextTable(HEAD, list(rows(compared, claims))).markdown()
+    lines = []
+    for method, claim in read_claims().items():
+        if method in compared:
+            lines.append(row(method, claim, compared))
+    return TextTable(HEAD, lines).markdown()
+
+
+def read_claims() -> dict[str, Claim]:
+    """The claims by method, in the order of the file."""
+    entries = tomllib.loads(CLAIMS.read_text(encoding="utf-8"))
+    return {method: Claim(**fields) for method, fields in entries.items()}
+
+
+def row(method: str, claim: Claim, compared: Mapping[str, Group]) -> list[str]:
+    """The line of a method."""
+    group = compared[method]
+    base = compared[claim.base]
+    name = f"`{method}`"
+    if not group.finished:
+        name += " (stopped)"
+    seeds = str(len(group.seeds))
+    accuracy = spread_text(spread_of(group, LAST_TEN), 100)
+    forgetting = spread_text(spread_of(group, "forgetting"), 100)
+    personal = spread_text(spread_of(group, PERSONAL), 100)
+    cpu = ratio_text(mean_ratio(group, compared["fedavg"], "cpu"))
+    megabytes = mean_text(spread_of(group, "bytes"), 1e-6)
+    claimed = claim.claim or NONE
+    result = verdict(group, base, claim)
+    cells = [name, seeds, accuracy, forgetting, personal, cpu, megabytes, claimed]
+    return [*cells, result.difference, result.verdict]
+
+
+def by_seed(group: Group, metric: str) -> dict[int, float]:
+    """A metric of each run that has it, by seed. ``bytes`` counts both directions, and ``cpu``
+    seconds.
+    """
+    values = {}
+    for run in group.started:
+        summary = dict(run.numbers.summary)
+        summary["bytes"] = summary["bytes_up"] + summary["bytes_down"]
+        summary["cpu"] = summary["seconds_cpu"]
+        value = summary.get(metric)
+        if value is not None:
+            values[run.seed] = value
+    return values
+
+
+def spread_of(group: Group, metric: str) -> Spread | None:
+    """Mean and deviation of a metric over seeds, if any run has it."""
+    return spread(list(by_seed(group, metric).values()))
+
+
+def spread_text(values: Spread | None, scale: float) -> str:
+    """Mean ± standard deviation."""
+    if values is None:
+        return NONE
+    return values.text(scale, 1)
+
+
+def mean_text(values: Spread | None, scale: float) -> str:
+    """The mean only."""
+    if values is None:
+        return NONE
+    return f"{scale * values.mean:.1f}"
+
+
+def mean_ratio(group: Group, base: Group, metric: str) -> float | None:
+    """The mean ratio of a metric to that of the base, over the seeds that both groups have."""
+    values = by_seed(group, metric)
+    base_values = by_seed(base, metric)
+    ratios = [values[seed] / base_values[seed] for seed in values if seed in base_values]
+    if not ratios:
+        return None
+    return sum(ratios) / len(ratios)
+
+
+def ratio_text(ratio: float | None) -> str:
+    """A ratio as a factor."""
+    if ratio is None:
+        return NONE
+    return f"{ratio:.1f} ×"
+
+
+def verdict(group: Group, base: Group, claim: Claim) -> Verdict:
+    """Whether a method's runs confirm what its paper claims."""
+    if group is base:
+        return Verdict(NONE, NONE)
+    if claim.metric == "bytes":
+        return verdict_on_bytes(group, base)
+    metric = METRICS[claim.metric]
+    difference = paired_difference(by_seed(group, metric), by_seed(base, metric))
+    if difference is None or difference.pairs < 2:
+        return Verdict(NONE, NONE)
+    interval = f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f}"
+    text = f"{100 * difference.mean:+.1f} ({interval})"
+    if not difference.told_apart:
+        return Verdict(text, "not told apart")
+    if not claim.claim and difference.mean > 0:
+        return Verdict(text, "above")
+    if not claim.claim:
+        return Verdict(text, "below")
+    if difference.mean > 0:
+        return Verdict(text, "confirmed")
+    return Verdict(text, f"refuted here: {claim.explanation}")
+
+
+def verdict_on_bytes(group: Group, base: Group) -> Verdict:
+    """Whether a method sends fewer bytes than its base."""
+    ratio = mean_ratio(base, group, "bytes")
+    if ratio is None:
+        return Verdict(NONE, NONE)
+    text = f"{ratio_text(ratio)} fewer bytes"
+    if ratio > 1:
+        return Verdict(text, "confirmed")
+    return Verdict(text, "refuted")

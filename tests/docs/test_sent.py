@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tools.sent import cells
+from tools.sent import SentGroups, sent_groups
 
 
 @pytest.mark.parametrize(
-    ("method", "beside", "told"),
+    ("method", "groups", "from_labels"),
     [
         ("fedavg", "nothing", "nothing"),
         ("fedadkd", "`gini`", "`gini`"),
@@ -15,5 +15,5 @@ from tools.sent import cells
         ("feddc", "`labels` (C), `change`, in the shape of the sent parameters", "`labels`"),
     ],
 )
-def test_some_of_it_by_hand(method: str, beside: str, told: str) -> None:
-    assert cells(method) == (beside, told)
+def test_some_of_it_by_hand(method: str, groups: str, from_labels: str) -> None:
+    assert sent_groups(method) == SentGroups(groups, from_labels)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import tomllib
-
-from tools.worth import CLAIMS
+from tools.worth import METRICS, read_claims
 
 from fedstill.core import registry
 
 
 def test_every_claim_is_of_a_method_and_has_its_number() -> None:
-    known = set(registry.names("method"))
-    for name, said in tomllib.loads(CLAIMS.read_text()).items():
-        assert name in known
-        assert said["of"] in ("global", "clients", "bytes")
-        assert said["claim"] in ("", "above", "fewer")
+    methods = set(registry.names("method"))
+    for method, claim in read_claims().items():
+        assert method in methods
+        assert claim.base in methods
+        assert claim.metric in (*METRICS, "bytes")
+        assert claim.claim in ("", "above", "fewer")

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from tools.fitting_runs import own_methods
-from tools.what_is_sent import cells
+from tools.fitting_runs import package_methods
+from tools.sent import sent_groups
 
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import FedstillError, on_one_line
@@ -167,14 +167,14 @@ def sent_by(trials: int) -> Trials:
     this is.
     """
     problems, says = dict[str, str](), list[str]()
-    for method in own_methods()[:trials]:
+    for method in package_methods()[:trials]:
         try:
-            told = cells(method)[1]
+            from_labels = sent_groups(method).from_labels
         except (FedstillError, ValueError) as error:
             problems[method] = on_one_line(error)
             continue
         problems[method] = ""
-        if told != "nothing":
-            says.append(f"{method}: {told} made from labels".replace("`", ""))
+        if from_labels != "nothing":
+            says.append(f"{method}: {from_labels} made from labels".replace("`", ""))
     outcome = Trials.of(problems)
     return Trials(outcome.trials, outcome.passed, (*outcome.says, *says))
