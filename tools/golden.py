@@ -86,9 +86,8 @@ def main(arguments: Sequence[str]) -> int:
     expected = read(reference)
     results = read(current)
     differences = list(compared(expected, results))
-    return report(
-        results, differences, intended(ROOT / "tools" / "golden_differences.toml"), options.quick
-    )
+    listed = intended(ROOT / "tools" / "golden_differences.toml")
+    return report(results, differences, listed, options.quick)
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -101,8 +100,9 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 def git(*arguments: str) -> str:
     """The output of a git command in this repository."""
-    done = subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True)
-    return done.stdout.strip()
+    command = ["git", *arguments]
+    result = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return result.stdout.strip()
 
 
 def checkout(revision: str) -> Path:
@@ -121,9 +121,8 @@ def fingerprint(quick: bool) -> str:
     """Identifies everything but the revision on which cached results depend."""
     sources = [(ROOT / "tools" / name).read_bytes() for name in PRODUCERS]
     packages = " ".join(f"{name} {version(name)}" for name in ("torch", "numpy"))
-    machine = (
-        f"{sys.version} {platform.machine()} {processor()} {os.environ.get('ATEN_CPU_CAPABILITY')}"
-    )
+    capability = os.environ.get("ATEN_CPU_CAPABILITY")
+    machine = f"{sys.version} {platform.machine()} {processor()} {capability}"
     parts = [*sources, packages.encode(), machine.encode(), str(quick).encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
 
@@ -172,17 +171,22 @@ def compared_cells(
 ) -> Iterator[Difference]:
     """The fields of one cell that differ."""
     for field in sorted((expected.keys() | result.keys()) - {"seconds"}):
-        old, new = expected.get(field), result.get(field)
+        old = expected.get(field)
+        new = result.get(field)
         if old == new:
             continue
         if field == "journal" and old and new:
             yield from compared_journals(cell, old, new)
         elif isinstance(old, dict) and isinstance(new, dict):
-            for key in sorted(old.keys() | new.keys()):
-                if old.get(key) != new.get(key):
-                    yield Difference(cell, f"{field}.{key}", change(old.get(key), new.get(key)))
+            for key in different_keys(old, new):
+                yield Difference(cell, f"{field}.{key}", change(old.get(key), new.get(key)))
         else:
             yield Difference(cell, field, change(old, new))
+
+
+def different_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The keys that one of two mappings lacks, or for which they have different values."""
+    return [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
 
 
 def compared_journals(
@@ -192,35 +196,37 @@ def compared_journals(
 
     The version of fedstill may differ.
     """
-    kinds = [event["event"] for event in expected]
-    kinds_now = [event["event"] for event in result]
-    if kinds != kinds_now:
-        yield Difference(cell, "journal.events", change(kinds, kinds_now))
+    expected_kinds = [event["event"] for event in expected]
+    kinds = [event["event"] for event in result]
+    if kinds != expected_kinds:
+        yield Difference(cell, "journal.events", change(expected_kinds, kinds))
         return
     fields = {"journal.start.fedstill"}
-    for number, (old, new) in enumerate(zip(expected, result, strict=True)):
-        for key in sorted(old.keys() | new.keys()):
+    for number, (old, new) in enumerate(zip(expected, result, strict=True), start=1):
+        for key in different_keys(old, new):
             field = f"journal.{old['event']}.{key}"
-            if old.get(key) != new.get(key) and field not in fields:
+            if field not in fields:
                 fields.add(field)
-                yield Difference(
-                    cell, field, f"line {number + 1}: {change(old.get(key), new.get(key))}"
-                )
+                values = change(old.get(key), new.get(key))
+                yield Difference(cell, field, f"line {number}: {values}")
 
 
 def change(old: Any, new: Any) -> str:
     """Both values, shortened; of two lists the first item that differs."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        pairs = [(i, a, b) for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
-        number, old, new = pairs[0]
-        return f"item {number} of {len(pairs)} that differ: {shortened(old)} -> {shortened(new)}"
+        different = [index for index in range(len(old)) if old[index] != new[index]]
+        first = different[0]
+        values = f"{shortened(old[first])} -> {shortened(new[first])}"
+        return f"item {first} of {len(different)} that differ: {values}"
     return f"{shortened(old)} -> {shortened(new)}"
 
 
 def shortened(value: Any) -> str:
     """A value in at most 100 characters."""
     text = json.dumps(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."
+    if len(text) <= 100:
+        return text
+    return f"{text[:97]}..."
 
 
 def intended(path: Path) -> list[Intended]:
@@ -233,24 +239,31 @@ def report(
     results: Results, differences: Sequence[Difference], listed: Sequence[Intended], quick: bool
 ) -> int:
     """Print the number of cells and what differs; return 1 if something is not as intended."""
-    unexpected = [d for d in differences if not any(entry.covers(d) for entry in listed)]
-    unmatched = [e for e in listed if not any(e.covers(difference) for difference in differences)]
-    if quick:  # other cells were not run
-        unmatched = [e for e in unmatched if any(e.concerns(cell) for cell in results)]
-    accepted = [r for r in results.values() if "journal" in r]
-    seconds = sum(r.get("seconds", 0.0) for r in results.values())
+    unexpected = [
+        difference
+        for difference in differences
+        if not any(entry.covers(difference) for entry in listed)
+    ]
+    unmatched = [entry for entry in listed if not any(map(entry.covers, differences))]
+    if quick:
+        # An entry may list a cell that is not in the quick set.
+        unmatched = [entry for entry in unmatched if any(map(entry.concerns, results))]
+    runs = [result for result in results.values() if "journal" in result]
+    seconds = sum(result.get("seconds", 0.0) for result in results.values())
     for difference in unexpected[:MOST_SHOWN]:
         print(f"differs: {difference.cell}: {difference.field}: {difference.detail}")
     if len(unexpected) > MOST_SHOWN:
         print(f"... and {len(unexpected) - MOST_SHOWN} more")
     for entry in unmatched:
         print(f"listed as intended, but equal: {entry.cell}: {entry.field}")
+    other_cells = len(results) - len(runs)
+    expected = len(differences) - len(unexpected)
+    cells = f"{len(results)} cells ({len(runs)} runs, {other_cells} refusals and outputs)"
     print(
-        f"{len(results)} cells ({len(accepted)} runs, {len(results) - len(accepted)} refusals and "
-        f"outputs) in {seconds:.0f} s: {len(unexpected)} unexpected differences, "
-        f"{len(differences) - len(unexpected)} intended, {len(unmatched)} listed without effect"
+        f"{cells} in {seconds:.0f} s: {len(unexpected)} unexpected differences, "
+        f"{expected} intended, {len(unmatched)} listed without effect"
     )
-    return 1 if unexpected or unmatched else 0
+    return int(bool(unexpected or unmatched))
 
 
 if __name__ == "__main__":
