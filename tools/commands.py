@@ -1,11 +1,11 @@
-"""The commands on all pages and in all tutorials.
+"""Checks the commands on all pages and in all tutorials, without training.
 
-A command of ``fedstill`` is read as ``fedstill`` reads it, and what it names is resolved (config,
-overrides, methods, grid, recipe, cells, suite) as far as nothing is trained. Of the repository's
-programs and of ``make``, options and targets are looked for.
+A command of ``fedstill`` is parsed as ``fedstill`` parses it, and its config, overrides, methods,
+grid, recipe, cells and suite are resolved. For programs of the repository and for ``make``, options
+and targets must exist.
 
-Tests and ``tools.results_page`` execute many of them, too. This check finds what is wrong with the
-others: an option that is gone, a key that is misspelt, an override without effect.
+Tests and ``tools.results_page`` execute many of these commands. This check finds faults in the
+remaining ones: removed options, misspelt keys, overrides without effect.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OPTION = re.compile(r"(?<!\S)--[a-z][\w-]*")
 RULE = re.compile(r"^[a-z][a-z -]*:", re.MULTILINE)
 TARGET = re.compile(r"make ([a-z][a-z-]*)")
 PLACEHOLDER = re.compile(r"[A-Z]+|\.\.\.")
-"""What stands for a name of the reader's own."""
+"""A placeholder for a name that the reader chooses."""
 
 FRONT_PAGE = "docs/start.md"
 """The page that shows ``my.toml``, which other pages take."""
@@ -61,13 +61,14 @@ them.
 """
 
 FEWEST = 200
-"""With fewer commands, the form of the pages has changed."""
+"""With fewer commands, the format of the pages has probably changed."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a page: its words after ``fedstill``, and whether it stands in a sentence, where
-    it may be a part of one.
+    """A command of a page: its words after ``fedstill``.
+
+    ``in_sentence``: whether it is part of a sentence, and may be incomplete.
     """
 
     page: str
@@ -151,22 +152,20 @@ def _expanded(block: str) -> str:
 
 def all_pages() -> list[Page]:
     """All documents but the changelog, which may name commands that no longer exist."""
-    return [
-        Page(
-            path.relative_to(ROOT).as_posix(),
-            "\n\n".join(cell.text for cell in cells(path)),
-        )
-        for path in documents(ROOT)
-        if path.name != CHANGELOG
-    ]
+    pages = []
+    for path in documents(ROOT):
+        if path.name != CHANGELOG:
+            text = "\n\n".join(cell.text for cell in cells(path))
+            pages.append(Page(path.relative_to(ROOT).as_posix(), text))
+    return pages
 
 
 def wrong_commands() -> Iterator[str]:
-    """Commands that fedstill would not take, and those that name what does not exist."""
-    found = all_pages()
-    front = next(page for page in found if page.path == FRONT_PAGE)
+    """Commands that fedstill would refuse, and those that name something that does not exist."""
+    pages = all_pages()
+    front = next(page for page in pages if page.path == FRONT_PAGE)
     count = 0
-    for page in found:
+    for page in pages:
         commands = list(page.commands())
         count += len(commands)
         yield from problems(page, {**front.files, **page.files}, commands)
@@ -190,13 +189,16 @@ def problems(page: Page, files: Mapping[str, str], commands: Iterable[Command]) 
 
 
 def problem_of(command: Command) -> str:
-    """Why a command cannot be carried out; empty if it can be, or if the data alone would tell."""
+    """Why a command cannot run; empty if it can, or if only its data would show the problem."""
     try:
         function, bound, _ = app.parse_args(
             list(command.words), exit_on_error=False, print_error=False
         )
     except MissingArgumentError as error:
-        return unknown_option(command.words) if command.in_sentence else str(error)
+        # A sentence may leave out arguments.
+        if command.in_sentence:
+            return unknown_option(command.words)
+        return str(error)
     except CycloptsError as error:
         return str(error)
     check = CHECKS.get(function.__name__)
@@ -232,19 +234,20 @@ def program_problems(page: Page) -> Iterator[str]:
 
 def source_of(module: str) -> str:
     """The source of a module of the repository, or of all modules of a package."""
-    path = ROOT / module.replace(".", "/")
-    file = path.with_suffix(".py")
-    paths = [file] if file.is_file() else sorted(path.glob("*.py"))
-    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    folder = ROOT / module.replace(".", "/")
+    file = folder.with_suffix(".py")
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")))
 
 
 def has_placeholder(words: Sequence[str]) -> bool:
-    """Whether some words stand for names of the reader's own.
+    """Whether some words are placeholders for names that the reader chooses.
 
     >>> has_placeholder(["run", "OLD/config.toml"]), has_placeholder(["run", "my.toml"])
     (True, False)
     """
-    parts = [part for word in words for part in word.split("/")]
+    parts = "/".join(words).split("/")
     return any(PLACEHOLDER.fullmatch(part) for part in parts)
 
 
@@ -253,9 +256,13 @@ def unknown_option(words: Sequence[str]) -> str:
     command = app[words[0]]
     if command.default_command is None:  # a group of commands, such as deploy
         command = command[words[1]]
-    names = {name for argument in command.assemble_argument_collection() for name in argument.names}
+    names = set[str]()
+    for argument in command.assemble_argument_collection():
+        names.update(argument.names)
     unknown = [word for word in words if word.startswith("-") and word not in names]
-    return f"{words[0]} has no option {unknown[0]}" if unknown else ""
+    if not unknown:
+        return ""
+    return f"{words[0]} has no option {unknown[0]}"
 
 
 # What the commands name, resolved without training.
@@ -287,7 +294,9 @@ def check_tune(config: Path | None = None, **options: Any) -> None:
 def _some_value(dimension: Dimension) -> Any:
     if dimension.choices:
         return dimension.choices[0]
-    return int(dimension.low) if dimension.is_whole else dimension.low
+    if dimension.is_whole:
+        return int(dimension.low)
+    return dimension.low
 
 
 def check_reproduce(recipe: str = "", **options: Any) -> None:

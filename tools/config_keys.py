@@ -59,9 +59,10 @@ def _of_record(heading: str, record: type) -> Section:
 
 
 def _about(model: type) -> str:
-    """The first sentence of a docstring, without the name of the table."""
-    first = " ".join((model.__doc__ or "").partition("\n\n")[0].split()).replace("``", "`")
-    return first.partition("]`: ")[2] or first
+    """The first paragraph of a docstring, without the name of the table."""
+    paragraph = (model.__doc__ or "").partition("\n\n")[0]
+    sentence = " ".join(paragraph.split()).replace("``", "`")
+    return sentence.partition("]`: ")[2] or sentence
 
 
 def _written(section: Section) -> str:
@@ -70,8 +71,9 @@ def _written(section: Section) -> str:
     lines += ["| key | type | default | description |", "|---|---|---|---|"]
     for name, field in section.model.model_fields.items():
         key = field.alias or name
-        what = section.descriptions[key].replace("|", "\\|")
-        lines.append(f"| `{key}` | {_type(field)} | {_default(field)} | {what} |")
+        description = section.descriptions[key].replace("|", "\\|")
+        cells = [f"`{key}`", _type(field), _default(field), description]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -110,15 +112,19 @@ def _words(hint: Any) -> str:
 
 def _any_of(choices: Sequence[str]) -> str:
     *first, last = choices
-    return f"{', '.join(first)} or {last}" if first else last
+    if not first:
+        return last
+    return f"{', '.join(first)} or {last}"
 
 
 def _range(notes: Sequence[Any]) -> str:
     """The bounds of a number or of a list's length, in words."""
-    bounds = []
+    bounds: list[str] = []
     for note in notes:
-        parts = list(note) if isinstance(note, (Interval, Len)) else [note]
-        bounds += [_bound(part) for part in parts]
+        if isinstance(note, Interval | Len):
+            bounds += map(_bound, note)
+        else:
+            bounds.append(_bound(note))
     return "".join(f" {bound}" for bound in bounds if bound)
 
 

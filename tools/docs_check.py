@@ -120,9 +120,8 @@ def with_text(entry: Generated, page: str, text: str) -> str:
         return text
     first, last = marks(entry.name)
     if first not in page or last not in page:
-        raise ValueError(
-            f"{entry.path} has no place for {entry.name!r}: add {first.strip()} and {last.strip()}"
-        )
+        lines = f"{first.strip()} and {last.strip()}"
+        raise ValueError(f"{entry.path} has no place for {entry.name!r}: add {lines}")
     start = page.index(first) + len(first)
     end = page.index(last)
     return f"{page[:start]}\n{text.strip()}\n\n{page[end:]}"
@@ -181,17 +180,18 @@ def selected(names: Sequence[str], writing: bool) -> list[Entry]:
     """The entries with these names, by default all; only those that can be written, if they are to
     be written.
     """
-    known = {entry.name: entry for entry in ENTRIES if not writing or isinstance(entry, Generated)}
-    unknown = [name for name in names if name not in known]
+    entries = {entry.name: entry for entry in ENTRIES}
+    if writing:
+        entries = {entry.name: entry for entry in ENTRIES if isinstance(entry, Generated)}
+    unknown = [name for name in names if name not in entries]
     if unknown:
-        raise SystemExit(
-            f"docs-check: unknown entry {unknown[0]!r}; choose from {', '.join(known)}"
-        )
-    return [known[name] for name in names or known]
+        choices = ", ".join(entries)
+        raise SystemExit(f"docs-check: unknown entry {unknown[0]!r}; choose from {choices}")
+    return [entries[name] for name in names or entries]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns 1 if something differs and was not written."""
+    """Check or write the entries; return 1 if an entry is wrong and was not written."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.docs_check", description=(__doc__ or "").split("\n")[0]
     )
@@ -214,7 +214,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(outcome: Outcome, writing: bool) -> bool:
-    """Print what was found, and write it if asked to; whether the entry is current now."""
+    """Print the outcome, and write the text if ``writing``; return whether the entry is now
+    current.
+    """
     title = f"{outcome.entry.path}: {outcome.entry.name}"
     if not outcome.problems:
         print(f"current  {title}", flush=True)

@@ -33,9 +33,9 @@ ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|cf|vs|et al|eq|eqs|sec|fig|tab|no)\.$
 WORD = re.compile(r"(?<![\w./@-])[A-Za-z]?[a-z]+(?:['’][a-z]+)?(?![\w/@]|\.\w)")
 POSSESSIVE = re.compile(r"['’]s?$")
 DIRECTIVE = re.compile(r"^::: .*$", re.MULTILINE)
-"""A line of the reference that stands for the docstrings of a module."""
+"""A line of the reference that inserts the docstrings of a module."""
 MARKS = {"softbreak": " ", "hardbreak": " ", "code_inline": "`"}
-"""What stands for tokens that are not text; a piece of code counts as one word."""
+"""The text of tokens that are not text; a piece of code counts as one word."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,13 @@ def unknown_words(text: str, dictionary: SpellChecker) -> list[str]:
     Words with a capital letter inside or with digits are left out, and so are words in addresses
     and file names.
     """
-    found = []
+    unknown = []
     for word in WORD.findall(text):
         stem = POSSESSIVE.sub("", word)
-        if len(stem) > 1 and not dictionary.known([stem.lower(), word.lower()]):
-            found.append(word)
-    return found
+        is_known = dictionary.known([stem.lower(), word.lower()])
+        if len(stem) > 1 and not is_known:
+            unknown.append(word)
+    return unknown
 
 
 def faults(root: Path) -> Iterator[str]:
@@ -93,7 +94,9 @@ def faults(root: Path) -> Iterator[str]:
     dictionary.word_frequency.load_words(WORDS.read_text(encoding="utf-8").split())
     for path in documents(root):
         name = path.relative_to(root)
-        unit = "cell" if path.suffix == ".ipynb" else "line"
+        unit = "line"
+        if path.suffix == ".ipynb":
+            unit = "cell"
         for passage in passages(path):
             place = f"{name}, {unit} {passage.line}"
             for word in unknown_words(passage.text, dictionary):
@@ -111,8 +114,13 @@ def long_sentences(passage: Passage) -> list[str]:
 
 
 def word_count(text: str) -> int:
-    """The number of words; signs between spaces, such as a dash, are none."""
-    return sum(any(map(str.isalnum, word)) or "`" in word for word in text.split())
+    """The number of words; a dash between spaces, for example, is no word."""
+    return sum(is_word(part) for part in text.split())
+
+
+def is_word(text: str) -> bool:
+    """Whether a text without spaces has a letter or a digit, or stands for a piece of code."""
+    return "`" in text or any(map(str.isalnum, text))
 
 
 def word_counts(root: Path) -> Iterator[tuple[Path, int]]:
@@ -123,21 +131,26 @@ def word_counts(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _plain(tokens: list[Token]) -> str:
-    return "".join(
-        token.content if token.type == "text" else MARKS.get(token.type, "") for token in tokens
-    )
+    return "".join(map(_plain_token, tokens))
+
+
+def _plain_token(token: Token) -> str:
+    if token.type == "text":
+        return token.content
+    return MARKS.get(token.type, "")
 
 
 def main() -> int:
+    """Print the faults, or the numbers of words; return 1 if there are faults."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", action="store_true", help="print the number of words")
     if parser.parse_args().count:
         for path, words in word_counts(ROOT):
             print(f"{words:7,d}  {path}")
         return 0
-    found = list(faults(ROOT))
-    print("\n".join(found) or "no faults in the documents")
-    return int(bool(found))
+    lines = list(faults(ROOT))
+    print("\n".join(lines) or "no faults in the documents")
+    return int(bool(lines))
 
 
 if __name__ == "__main__":

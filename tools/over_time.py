@@ -31,7 +31,7 @@ def read_standings() -> list[Standings]:
     """The standings of the suites that have entries; raises ValueError for an invalid entry."""
     suites = [*DIGITS_SUITES]
     suites += [read_suite(path).name for path in sorted(OVER_TIME.glob("*.toml"))]
-    paths = []
+    paths: list[Path] = []
     for suite in DIGITS_SUITES:
         paths += RANKING.glob(f"{suite}.*")
     entries = read_rows([*paths, OVER_TIME])

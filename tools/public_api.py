@@ -1,10 +1,10 @@
 """Compare the public names and their signatures with the snapshot of an earlier release.
 
-Public is what the ``__init__`` of a package lists and what docs/reference.md describes. ``python
-tools/public_api.py`` fails on a change that ``tools/public_api_changes.toml`` does not list with a
-reason, and on an entry of that file that matches nothing. A name may have wildcards. Renames that
-concern many signatures are listed once, as patterns that are applied to the snapshot. ``--write``
-makes a new snapshot. The source is read, not imported (griffe).
+A name is public if the ``__init__`` of a package lists it, or if docs/reference.md describes it.
+``python tools/public_api.py`` fails on a change that ``tools/public_api_changes.toml`` does not
+list with a reason, and on an entry of that file that matches nothing. A name may have wildcards. A
+rename that concerns many signatures is listed once, as a pattern that is applied to the snapshot.
+``--write`` writes a new snapshot. The source is read with griffe, and not imported.
 """
 
 from __future__ import annotations
@@ -36,11 +36,27 @@ Surface = dict[str, str]
 
 @dataclass(frozen=True, order=True)
 class Change:
-    """One public name that is not what the snapshot has."""
+    """A public name that differs from the snapshot."""
 
     name: str
     kind: str
     detail: str
+
+
+@dataclass(frozen=True, order=True)
+class ListedChange:
+    """An entry of public_api_changes.toml.
+
+    ``name``: a shell pattern; an entry with ``*`` stands for many names.
+    """
+
+    name: str
+    kind: str
+    reason: str
+
+    def covers(self, change: Change) -> bool:
+        """Whether a change is one of those that this entry lists."""
+        return change.kind == self.kind and fnmatch.fnmatchcase(change.name, self.name)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,22 +65,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to read")
     parser.add_argument("--write", action="store_true", help="write a new snapshot")
     options = parser.parse_args(arguments)
-    now = surface(options.root)
+    current = surface(options.root)
     if options.write:
-        SNAPSHOT.write_text(json.dumps(now, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        print(f"{len(now)} public names written to {SNAPSHOT.name}")
+        text = json.dumps(current, indent=1, sort_keys=True)
+        SNAPSHOT.write_text(f"{text}\n", encoding="utf-8")
+        print(f"{len(current)} public names written to {SNAPSHOT.name}")
         return 0
     snapshot: Surface = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
     listed = tomllib.loads(CHANGES.read_text(encoding="utf-8"))
     moves = tomllib.loads(MOVES.read_text(encoding="utf-8"))
-    before = moved(snapshot, new_homes(moves["modules"]))
+    released = moved(snapshot, new_modules(moves["modules"]))
     for rename in listed.get("rename", []):
-        before = renamed(before, re.compile(rename["pattern"], re.MULTILINE), rename["new"])
-    changes = sorted(compared(before, now))
-    reasons = {
-        (entry["name"], entry["kind"]): entry["reason"] for entry in listed.get("change", [])
-    }
-    return report(changes, reasons, len(now))
+        pattern = re.compile(rename["pattern"], re.MULTILINE)
+        released = renamed(released, pattern, rename["new"])
+    changes = sorted(compared(released, current))
+    entries = [ListedChange(**entry) for entry in listed.get("change", [])]
+    return report(changes, entries, len(current))
 
 
 def surface(root: Path) -> Surface:
@@ -94,22 +110,30 @@ def listed_names(module: griffe.Module) -> list[str]:
     exported = {str(name) for name in module.exports or ()}
     if module.path not in LAZY:
         return sorted(exported)
-    # The package's own list is made when it is imported; its lazy imports are the same names.
+    # These packages compute their list when they are imported. Lazy imports have the same names.
     aliases = [member for member in module.members.values() if isinstance(member, griffe.Alias)]
     return sorted(alias.name for alias in aliases if alias.target_path.startswith("fedstill."))
 
 
 def documented(item: griffe.Object | griffe.Alias) -> Surface:
-    """What the reference says of a path: the public members of a module, or one thing."""
+    """The names that the reference shows for a path: the public members of a module with their
+    docstrings, or one class or function.
+    """
     if not item.is_module:
         return {item.path: described(item)}
-    members = [m for m in item.members.values() if not m.is_alias and not m.name.startswith("_")]
-    return {m.path: described(m) for m in members if m.docstring is not None}
+    names: Surface = {}
+    for member in item.members.values():
+        is_public = not member.is_alias and not member.name.startswith("_")
+        if is_public and member.docstring is not None:
+            names[member.path] = described(member)
+    return names
 
 
 def described(item: griffe.Object | griffe.Alias) -> str:
     """The signature of a function, the public members of a class, or the kind of anything else."""
-    target = item.final_target if isinstance(item, griffe.Alias) else item
+    target = item
+    if isinstance(item, griffe.Alias):
+        target = item.final_target
     if isinstance(target, griffe.Function):
         return signature(target)
     if isinstance(target, griffe.Class):
@@ -121,12 +145,14 @@ def signature(function: griffe.Function) -> str:
     """A function's parameters with their types and defaults, and what it returns."""
     parameters = []
     for parameter in function.parameters:
-        text = f"{parameter.kind.value if parameter.kind else ''} {parameter.name}"
+        text = parameter.name
+        if parameter.kind:
+            text = f"{parameter.kind.value} {text}"
         if parameter.annotation is not None:
             text += f": {parameter.annotation}"
         if parameter.default is not None:
             text += f" = {parameter.default}"
-        parameters.append(text.strip())
+        parameters.append(text)
     return f"({', '.join(parameters)}) -> {function.returns}"
 
 
@@ -144,9 +170,13 @@ def described_class(item: griffe.Class) -> str:
     return "\n".join(lines)
 
 
-def new_homes(moves: Mapping[str, Sequence[str]]) -> dict[str, str]:
+def new_modules(moves: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """The new dotted name of each module by its old one, from paths below the package."""
-    return {dotted(old): dotted(new) for new, olds in moves.items() for old in olds}
+    names = {}
+    for new_path, old_paths in moves.items():
+        for old_path in old_paths:
+            names[dotted(old_path)] = dotted(new_path)
+    return names
 
 
 def dotted(path: str) -> str:
@@ -159,8 +189,9 @@ def moved(names: Surface, modules: Mapping[str, str]) -> Surface:
     """Names with the paths that their modules have now."""
     result: Surface = {}
     for path, text in names.items():
-        home, _, name = path.rpartition(".")
-        result[f"{modules.get(home, home)}.{name}"] = text
+        module, _, name = path.rpartition(".")
+        new_module = modules.get(module, module)
+        result[f"{new_module}.{name}"] = text
     return result
 
 
@@ -169,48 +200,37 @@ def renamed(names: Surface, pattern: re.Pattern[str], new: str) -> Surface:
     return {pattern.sub(new, path): pattern.sub(new, text) for path, text in names.items()}
 
 
-def compared(before: Surface, now: Surface) -> Iterator[Change]:
-    """Names that are gone, new, or have another signature."""
-    for name in before.keys() | now.keys():
-        if name not in now:
+def compared(released: Surface, current: Surface) -> Iterator[Change]:
+    """Names that were removed or added, or that have another signature."""
+    for name in released.keys() | current.keys():
+        if name not in current:
             yield Change(name, "removed", "")
-        elif name not in before:
+        elif name not in released:
             yield Change(name, "added", "")
-        elif before[name] != now[name]:
-            yield Change(name, "signature", difference(before[name], now[name]))
+        elif released[name] != current[name]:
+            yield Change(name, "signature", difference(released[name], current[name]))
 
 
-def difference(before: str, now: str) -> str:
+def difference(released: str, current: str) -> str:
     """The lines of two signatures that differ."""
-    lines = difflib.ndiff(before.splitlines(), now.splitlines())
+    lines = difflib.ndiff(released.splitlines(), current.splitlines())
     return "".join(f"\n    {line}" for line in lines if line.startswith(("-", "+")))
 
 
-def matching(change: Change, reasons: Mapping[tuple[str, str], str]) -> list[tuple[str, str]]:
-    """The listed entries, by name and kind, that cover a change."""
-    return [
-        (name, kind)
-        for name, kind in reasons
-        if kind == change.kind and fnmatch.fnmatchcase(change.name, name)
-    ]
-
-
-def report(changes: Sequence[Change], reasons: Mapping[tuple[str, str], str], count: int) -> int:
-    """Print what is not listed, and entries without effect; return 1 if there is either."""
-    matched = {change: matching(change, reasons) for change in changes}
-    unlisted = [change for change in changes if not matched[change]]
-    unmatched = sorted(
-        reasons.keys() - {entry for entries in matched.values() for entry in entries}
-    )
+def report(changes: Sequence[Change], entries: Sequence[ListedChange], count: int) -> int:
+    """Print unlisted changes, and entries without effect; return 1 if there are any."""
+    unlisted = [change for change in changes if not any(entry.covers(change) for entry in entries)]
+    unmatched = [entry for entry in sorted(entries) if not any(map(entry.covers, changes))]
     for change in unlisted:
         print(f"{change.kind}: {change.name}{change.detail}")
-    for name, kind in unmatched:
-        print(f"listed, but not {kind}: {name}")
+    for entry in unmatched:
+        print(f"listed, but not {entry.kind}: {entry.name}")
+    listed = len(changes) - len(unlisted)
     print(
-        f"{count} public names: {len(unlisted)} unlisted changes, "
-        f"{len(changes) - len(unlisted)} listed, {len(unmatched)} listed without effect"
+        f"{count} public names: {len(unlisted)} unlisted changes, {listed} listed, "
+        f"{len(unmatched)} listed without effect"
     )
-    return 1 if unlisted or unmatched else 0
+    return int(bool(unlisted or unmatched))
 
 
 if __name__ == "__main__":

@@ -57,8 +57,9 @@ class CommandBlock:
 
 def text_of_pages() -> str:
     """The text of all pages of results; the page with the claims comes first."""
-    others = sorted(path for path in PAGES.glob("*.md") if path.name != "index.md")
-    return "\n".join(path.read_text(encoding="utf-8") for path in (PAGES / "index.md", *others))
+    index = PAGES / "index.md"
+    paths = [index, *sorted(set(PAGES.glob("*.md")) - {index})]
+    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
 
 
 def blocks(page: str) -> list[str]:
@@ -123,7 +124,7 @@ def wrong_paper_tables() -> Iterator[str]:
     for block in tables:
         printed = lines(captured(shlex.split(block.commands)[1:]))
         missing = absent(lines(block.output), printed)
-        # Behind the first line that is missing, the order of the others says nothing.
+        # After the first missing line, the order of the remaining lines is not informative.
         yield from (
             f"the command for {' '.join(block.folders)} does not print: {line}"
             for line in missing[:1]
@@ -136,7 +137,9 @@ def wrong_comparisons() -> Iterator[str]:
     if len(tables) < 10:
         yield f"only {len(tables)} comparisons were found: has the form of the pages changed?"
     for block in tables:
-        known = [row for folder in block.folders for row in rows_of(folder)]
+        groups_of_runs: list[Row] = []
+        for folder in block.folders:
+            groups_of_runs += rows_of(folder)
         rows = [line.rstrip() for line in block.output.splitlines() if not line.startswith(" ")]
         if not rows:
             yield f"{block.commands.strip()}: the comparison has no row"
@@ -144,7 +147,7 @@ def wrong_comparisons() -> Iterator[str]:
             label, *cells = re.split(r"\s{2,}", row)
             method = METHOD_OF_LABEL.get(label, label.partition(",")[0])
             numbers = {cell for cell in cells if cell}
-            if not any(group.method == method and numbers <= group.numbers for group in known):
+            if not any(group.has(method, numbers) for group in groups_of_runs):
                 yield f"{' '.join(block.folders)} has no group with the numbers of: {row}"
 
 
@@ -154,6 +157,10 @@ class Row:
 
     method: str
     numbers: frozenset[str]
+
+    def has(self, method: str, numbers: set[str]) -> bool:
+        """Whether the group is of this method and has these numbers."""
+        return self.method == method and numbers <= self.numbers
 
 
 @cache
