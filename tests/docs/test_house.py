@@ -205,6 +205,49 @@ def test_gates_fail_on_request_and_formulas_may_be_long(tmp_path: Path) -> None:
     assert house(root, "--gates") == 1
 
 
+def house_of_repository(repository: Path, *options: str) -> int:
+    """The exit status of the tool for a repository, with ceilings in it."""
+    ceilings = repository / "ceilings.csv"
+    package_root = repository / "pkg"
+    arguments = ["--repository", str(repository), "--ceilings", str(ceilings), *options]
+    return main([str(package_root), *arguments])
+
+
+def write_folder(repository: Path, name: str, text: str) -> None:
+    """A folder beside the package with one module."""
+    (repository / name).mkdir(exist_ok=True)
+    (repository / name / "one.py").write_text(text, encoding="utf-8")
+
+
+def test_folders_beside_the_package_have_rows_that_are_not_in_the_total(tmp_path: Path) -> None:
+    package(tmp_path, a__one=10 * SMALL)
+    write_folder(tmp_path, "tools", LARGE + 99 * SMALL)
+    assert house_of_repository(tmp_path, "--adopt") == 0
+    ceilings = read_ceilings(tmp_path / "ceilings.csv")
+    assert ceilings["tools"]["large_statements"] == Rate(1, 100)
+    assert ceilings[TOTAL]["large_statements"] == Rate(0, 10)
+    assert "examples" not in ceilings
+
+
+@pytest.mark.parametrize(("name", "status"), [("tools", 1), ("examples", 1), ("benchmarks", 0)])
+def test_the_gates_hold_in_folders_that_meet_them(tmp_path: Path, name: str, status: int) -> None:
+    package(tmp_path, a__one=10 * SMALL)
+    write_folder(tmp_path, name, "x = 1 if y else 2\n" + 9 * SMALL)
+    assert house_of_repository(tmp_path, "--adopt") == 0
+    assert house_of_repository(tmp_path, "--gates") == status
+
+
+def test_ceilings_hold_in_all_folders(tmp_path: Path) -> None:
+    package(tmp_path, a__one=10 * SMALL)
+    write_folder(tmp_path, "benchmarks", LARGE + 9 * SMALL)
+    house_of_repository(tmp_path, "--adopt")
+    write_folder(tmp_path, "benchmarks", 2 * LARGE + 8 * SMALL)
+    assert house_of_repository(tmp_path) == 1
+    write_folder(tmp_path, "benchmarks", 10 * SMALL)
+    assert house_of_repository(tmp_path, "--lower") == 0
+    assert read_ceilings(tmp_path / "ceilings.csv")["benchmarks"]["large_statements"] == Rate(0, 10)
+
+
 def test_what_ruff_finds_may_not_rise(tmp_path: Path) -> None:
     root = package(tmp_path, one="def f(a, b, c, d, e, f): ...\n")
     house(root, "--adopt")
