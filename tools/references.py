@@ -268,19 +268,11 @@ def wrong_figures_of(paper: str, recipes: set[str], titles: set[str]) -> Iterato
     """Faults in the table of a paper."""
     rows = figure_rows(paper)
     numbers: list[int] = []
-    listed_recipes = set()
     for row in rows:
         numbers += row.figure_numbers
-        listed_recipes |= row.recipe_names
     if sorted(numbers) != list(range(1, FIGURES[paper] + 1)):
         yield f"the rows have figures {sorted(numbers)}, not 1 to {FIGURES[paper]} once each"
-
-    folder = f"{RECIPE_FOLDERS[paper]}/"
-    for name in sorted(listed_recipes - recipes):
-        yield f"there is no recipe {name}"
-    for name in sorted(listed_recipes):
-        if not name.startswith(folder):
-            yield f"{name} is of another paper"
+    yield from wrong_recipes(paper, rows, recipes)
     for row in rows:
         sections = {"diagram", "diagrams"}
         if row.recipe_names:
@@ -288,6 +280,18 @@ def wrong_figures_of(paper: str, recipes: set[str], titles: set[str]) -> Iterato
         for section in unknown_sections(row.sections, sections):
             yield f"there is no section {section}"
 
+
+def wrong_recipes(paper: str, rows: Iterable[FigureRow], recipes: set[str]) -> Iterator[str]:
+    """Recipes in the table of a paper that do not exist or belong elsewhere, and missing ones."""
+    listed_recipes = set[str]()
+    for row in rows:
+        listed_recipes |= row.recipe_names
+    folder = f"{RECIPE_FOLDERS[paper]}/"
+    for name in sorted(listed_recipes - recipes):
+        yield f"there is no recipe {name}"
+    for name in sorted(listed_recipes):
+        if not name.startswith(folder):
+            yield f"{name} is of another paper"
     if paper in PAPERS_WITH_ALL_RECIPES:
         expected = {name for name in recipes if name.startswith(f"{folder}figure")}
         for name in sorted(expected - listed_recipes):

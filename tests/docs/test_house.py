@@ -229,8 +229,12 @@ def test_folders_beside_the_package_have_rows_that_are_not_in_the_total(tmp_path
     assert "examples" not in ceilings
 
 
-@pytest.mark.parametrize(("name", "status"), [("tools", 1), ("examples", 1), ("benchmarks", 0)])
-def test_the_gates_hold_in_folders_that_meet_them(tmp_path: Path, name: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "status"), [("tools", 1), ("examples", 1), ("benchmarks", 1), ("results", 0)]
+)
+def test_the_gates_hold_in_the_folders_beside_the_package(
+    tmp_path: Path, name: str, status: int
+) -> None:
     package(tmp_path, a__one=10 * SMALL)
     write_folder(tmp_path, name, "x = 1 if y else 2\n" + 9 * SMALL)
     assert house_of_repository(tmp_path, "--adopt") == 0
