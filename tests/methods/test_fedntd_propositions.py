@@ -174,22 +174,20 @@ def test_proposition_3_in_the_numbers_that_the_example_prints(
     """
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), str(classes)])
     runpy.run_path(str(EXAMPLE), run_name="__main__")
-    said = capsys.readouterr().out.splitlines()
-    far = {
-        name.strip(): float(value)
-        for name, value in re.findall(r"^  (\D+?)  +([\d.]+) ", "\n".join(said), re.M)
-    }
-    uneven = np.arange(1, classes + 1) / (classes * (classes + 1) / 2)
-    worst = np.array([0.5, 0.5, *np.zeros(classes - 2)]) - uneven
-    assert far["later classes more"] == pytest.approx(np.linalg.norm(worst), abs=5e-4)
-    assert far["one class"] == pytest.approx(np.sqrt(1.5), abs=5e-4)
-    assert far["the best, searched from one class"] == pytest.approx(
-        np.sqrt(1 / 2 - 1 / classes), abs=1e-3
+    printed = re.findall(
+        r"^  (\D+?) +([\d.]+) +shares ([\d.]+) to ([\d.]+)$", capsys.readouterr().out, re.M
     )
-    assert re.search(
-        rf"searched from one class .* shares {1 / classes:.3f} to {1 / classes:.3f}", said[4]
-    )
-    assert said[1].split()[3:] == [f"{np.sqrt(1 / 2 - 1 / classes):.3f}", *said[4].split()[-4:]]
-    assert (far["all classes alike"], far["the best, searched"]) == (0.667, 0.5), (
-        "not where two classes want one model"
-    )
+    equal, increasing, one_class, searched, equal_of_pair, searched_of_pair = printed
+
+    increasing_shares = np.arange(1, classes + 1) / (classes * (classes + 1) / 2)
+    first_two_classes = np.array([0.5, 0.5, *np.zeros(classes - 2)])
+    largest = np.linalg.norm(first_two_classes - increasing_shares)
+    smallest = np.sqrt(1 / 2 - 1 / classes)
+    assert float(equal[1]) == pytest.approx(smallest, abs=1e-3)
+    assert float(increasing[1]) == pytest.approx(largest, abs=5e-4)
+    assert float(one_class[1]) == pytest.approx(np.sqrt(1.5), abs=5e-4)
+    assert searched[1:] == equal[1:], "the search finds equal shares"
+
+    # Two of three classes have the same best model, so the proposition does not apply.
+    assert float(equal_of_pair[1]) == 0.667
+    assert float(searched_of_pair[1]) == 0.5

@@ -17,10 +17,9 @@ import toys
 from fedstill.benchmark.suites import UNSAFE
 from fedstill.cli.app import say
 from fedstill.core.files import neutral
-from fedstill.report import terminal
+from fedstill.report import table_files, terminal
 from fedstill.report.page import write_page
 from fedstill.report.table_files import TextTable
-from fedstill.running import frame
 from fedstill.running.runner import run
 
 TERMINAL = [
@@ -105,7 +104,7 @@ def test_numbers_stay_numbers() -> None:
 
 def test_a_runs_table_gets_no_formulas() -> None:
     table = pandas.DataFrame({"=1": ["@a", None, "b"], "x": [-1.0, 2.0, None]})
-    safe = frame._without_formulas(table)
+    safe = table_files._without_formulas(table)
     assert list(safe) == ["'=1", "x"]
     assert safe["'=1"].tolist()[::2] == ["'@a", "b"]
     assert safe["x"].tolist()[:2] == [-1.0, 2.0]
