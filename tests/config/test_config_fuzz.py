@@ -1,4 +1,4 @@
-"""1,500 damaged configs: each is refused by one line that names the key, or it is legal after all;
+"""Damaged configs: each is refused by one line that names the key, or it is legal after all;
 none takes long.
 """
 
@@ -184,7 +184,7 @@ def test_damaged_text_is_refused_by_key_or_by_place(tmp_path: Path) -> None:
     draw = random.Random(32)
     text = tomli_w.dumps(VALID)
     said, nameless = 0, []
-    for _ in range(750):
+    for _ in range(250):
         broken = mutated(text, draw)
         message = outcome(broken, tmp_path / "c.toml")
         said += bool(message)
@@ -198,5 +198,5 @@ def test_damaged_text_is_refused_by_key_or_by_place(tmp_path: Path) -> None:
             and not re.search(r"line \d+, column \d+|end of document", message)
         ):
             nameless.append(message)
-    assert said > 450
+    assert said > 150
     assert len(nameless) <= 0.01 * said, nameless

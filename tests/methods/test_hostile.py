@@ -48,9 +48,8 @@ def test_means_and_others_are_both_many() -> None:
 def ready(name: str, **method: object):
     changes = toys.suited(name)
     topology = {**changes.pop("topology", {}), "clients": 6}
-    asked = toys.toy(
-        {"name": name, **method}, topology=topology, measure=(), **{"rounds": 2, **changes}
-    )
+    values = {"rounds": 2, "plan": {"epochs": 1, "batch": 20, "lr": 0.2}, **changes}
+    asked = toys.toy({"name": name, **method}, topology=topology, measure=(), **values)
     if Need.SLIM in built(name).requires():
         asked = asked.with_values({"model": plain.toy_slim.__name__}, "test")
     return prepare(resolve(asked), toys.blobs())
