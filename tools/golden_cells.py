@@ -306,7 +306,7 @@ def privacy_cells() -> Iterator[Cell]:
 
 
 def query_cells() -> Iterator[Cell]:
-    """Clients that ask their peers: several classes, several reasons, and again."""
+    """Clients that query their peers: several classes, several reasons, and repeated queries."""
     several = {"draw": "multi", "fewer_than": 12, "least": 1}
     again: Config = {
         "draw": "all",

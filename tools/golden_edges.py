@@ -1,8 +1,8 @@
 """Methods at the edges of the interface, for ``tools/golden.py``.
 
-They draw random numbers at the server, hand state from client to client, have clients without work,
-fail, or drop entries. Each is written once, and works with the names that ``Method`` and
-``ClientWork`` have today and with those that they will have (``NAMES``).
+They draw random numbers at the server, pass state from client to client, have clients without work,
+fail, or drop entries. They work with the names that the hooks of ``Method`` and ``ClientWork`` have
+today, and with those of earlier commits (``NAMES``).
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def server_default(hook: str) -> Callable[..., Any]:
 
 def content_of(reply: Any) -> Any:
     """The payload of a reply."""
-    return reply.content if hasattr(reply, "content") else reply.up
+    if hasattr(reply, "content"):
+        return reply.content
+    return reply.up
 
 
 def training_start(*args: Any, **fields: Any) -> Any:
@@ -97,8 +99,7 @@ def drawn_aggregate(self: Any, state: Any, replies: Any, stage: Any, world: Any)
     return following.next(params=noisy(following.params, 0.01))
 
 
-# ---- a chain that hands on a trace and counts visits
-# ----------------------------------------------
+# ---- a chain that hands on a trace and counts visits --------------------------------------------
 
 
 def chain_initial_state(self: Any, world: Any) -> Any:
@@ -126,27 +127,32 @@ def chain_aggregate(self: Any, state: Any, replies: Any, stage: Any, world: Any)
 
 def chain_begin(self: Any, payload: Any, memory: Any, view: Any, world: Any) -> Any:
     """The model that was received; the number of visits is remembered."""
-    visits = int(memory.number("visits")) if memory else 0
+    visits = 0
+    if memory:
+        visits = int(memory.number("visits"))
     trace = payload.tensors("trace")
     return training_start(payload.params, trace=trace, constants={"visits": visits})
 
 
-def chain_after_step(self: Any, before: Any, gradients: Any, after: Any, *rest: Any) -> Any:
+def chain_after_step(
+    self: Any, old_params: Any, gradients: Any, new_params: Any, *arguments: Any
+) -> Any:
     """Adds each step's work to the trace."""
-    trace = rest[0]
-    moved = {k: (gradients[k] * (after[k] - before[k])).abs() for k in gradients}
-    return after, {k: trace[k] + moved[k] if k in moved else trace[k] for k in trace}
+    trace = dict(arguments[0])
+    for name, gradient in gradients.items():
+        movement = new_params[name] - old_params[name]
+        trace[name] = trace[name] + (gradient * movement).abs()
+    return new_params, trace
 
 
-def chain_end(self: Any, params: Any, start: Any, result: Any, *rest: Any) -> Any:
+def chain_end(self: Any, params: Any, start: Any, result: Any, *arguments: Any) -> Any:
     """The model, the trace and the number of visits."""
     visits = start["visits"] + 1
     content = fedstill.Payload(params=params, trace=result.trace, visits=visits)
     return content, fedstill.Payload(visits=visits)
 
 
-# ---- clients without work
-# -------------------------------------------------------------------------
+# ---- clients without work -----------------------------------------------------------------------
 
 
 def idle_payload(self: Any, state: Any, client: int, stage: Any, world: Any) -> Any:
@@ -156,13 +162,12 @@ def idle_payload(self: Any, state: Any, client: int, stage: Any, world: Any) -> 
     return server_default("payload_for_client")(self, state, client, stage, world)
 
 
-# ---- clients that fail
-# ----------------------------------------------------------------------------
+# ---- clients that fail --------------------------------------------------------------------------
 
 
-def failing_end(self: Any, params: Any, start: Any, result: Any, *rest: Any) -> Any:
+def failing_end(self: Any, params: Any, start: Any, result: Any, *arguments: Any) -> Any:
     """Client 1 raises an error, client 2 sends numbers that are not finite, client 3 too many."""
-    view = rest[0]
+    view = arguments[0]
     if view.client == 1:
         raise RuntimeError("this client fails")
     if view.client == 2:
@@ -173,8 +178,7 @@ def failing_end(self: Any, params: Any, start: Any, result: Any, *rest: Any) -> 
     return content, fedstill.Payload()
 
 
-# ---- entries that disappear
-# -----------------------------------------------------------------------
+# ---- entries that disappear ---------------------------------------------------------------------
 
 
 def dropping_aggregate(self: Any, state: Any, replies: Any, stage: Any, world: Any) -> Any:
@@ -188,7 +192,12 @@ def dropping_aggregate(self: Any, state: Any, replies: Any, stage: Any, world: A
 
 def constant_predictors(self: Any, state: Any, world: Any) -> Any:
     """An answer that does not need the model."""
-    return {"global": lambda x: torch.nn.functional.one_hot(x.flatten(1).argmax(1) % 5, 5).float()}
+
+    def predictor(x: Tensor) -> Tensor:
+        classes = x.flatten(1).argmax(1) % 5
+        return torch.nn.functional.one_hot(classes, 5).float()
+
+    return {"global": predictor}
 
 
 def method_with(name: str, work: Hooks, **hooks: Any) -> Any:

@@ -67,7 +67,7 @@ EXPLAINED = {
     "secure sums": ["-s", "method=fedavg", "-s", "privacy.secure_sum=true"],
     "private training": ["-s", "privacy.gradient_clip=1", "-s", "engine=pooled"],
 }
-"""Changes to the settings, by what ``explain`` is asked about."""
+"""Changes to the settings that ``explain`` resolves, by name."""
 
 
 class VisibleText(HTMLParser):
@@ -95,7 +95,7 @@ class VisibleText(HTMLParser):
 
 
 def command(*arguments: str) -> str:
-    """What a command of fedstill prints; raises RuntimeError where it fails."""
+    """What a command of fedstill prints; raises RuntimeError if it fails."""
     printed = io.StringIO()
     errors = io.StringIO()
     arguments_before = sys.argv
@@ -153,8 +153,8 @@ def explained(config: Path) -> Iterator[tuple[str, Fields]]:
     """
     for name, changes in EXPLAINED.items():
         text = command("explain", str(config), *changes)
-        matches = [match for line in lines(text) if (match := RESOLVED.match(line))]
-        values = {match[1]: match[2] for match in matches}
+        matches = [RESOLVED.match(line) for line in lines(text)]
+        values = {match[1]: match[2] for match in matches if match}
         arithmetic = text[text.index("stages a round") :]
         yield f"outputs/explain {name}", {**values, "numbers": numbers(arithmetic)}
 
@@ -169,15 +169,16 @@ def compared(config: Path, folder: Path) -> Iterator[tuple[str, Fields]]:
     yield "outputs/compare tables", table_fields(tables)
     page = VisibleText()
     page.feed((folder / "report.html").read_text(encoding="utf-8"))
-    shown = " ".join(page.texts).replace(str(folder), "FOLDER")
-    yield "outputs/report page", {"numbers": numbers(DATE.sub("", shown))}
+    visible_text = " ".join(page.texts).replace(str(folder), "FOLDER")
+    yield "outputs/report page", {"numbers": numbers(DATE.sub("", visible_text))}
 
 
 def exported(config: Path, folder: Path) -> Iterator[tuple[str, Fields]]:
     """The exports of a run, as files and as programs that answer."""
     run = folder / "run"
     command("run", str(config), "--out", str(run), "-q")
-    shared, tables = folder / "shared", folder / "tables"
+    shared = folder / "shared"
+    tables = folder / "tables"
     program = folder / "model.pt2"
     set_times(run)
     command("export", str(run), "--folder", str(shared))
@@ -194,8 +195,9 @@ def exported(config: Path, folder: Path) -> Iterator[tuple[str, Fields]]:
 
 
 def explained_forgetting(config: Path, folder: Path) -> Iterator[tuple[str, Fields]]:
-    """The answers of ``why`` and ``forgetting``."""
-    run, tasks = folder / "measured", folder / "tasks"
+    """The numbers that ``why`` and ``forgetting`` print."""
+    run = folder / "measured"
+    tasks = folder / "tasks"
     command("run", str(config), "--out", str(run), "-q", "-s", "keep_checkpoints_every=1")
     answer = command("why", str(run), "-q").replace(str(run), "RUN")
     yield "outputs/why", {"numbers": numbers(answer)}
