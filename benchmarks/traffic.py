@@ -24,6 +24,7 @@ from fedstill.report import terminal
 from fedstill.running.runs import read_run
 
 METHODS = ("ensemble", "naive_kd", "qkt", "qkt_light", "qkt_light_volunteer")
+FEWEST_CLIENTS = 4
 STAGES = {FIT: "local training", TRANSFER: "phase 1", REFINE: "phase 2"}
 
 
@@ -68,6 +69,10 @@ def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--clients", type=int, default=10)
     options = parser.parse_args()
+    if options.clients < FEWEST_CLIENTS:
+        parser.error(
+            f"use at least {FEWEST_CLIENTS} clients; each of them has three of ten classes"
+        )
     head = ["models of a client"]
     for label in STAGES.values():
         head += [f"{label}: received", "sent"]
