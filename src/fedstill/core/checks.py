@@ -120,13 +120,13 @@ def check_quorum(
     ``code_lines``: the lines of a user's code that make and expect replies (``reply_code``).
     ``is_remote``: whether the clients have their tracebacks, so that ``debug`` shows none.
     """
-    number = len(result.payloads)
-    least = math.ceil(rules.quorum * number)
+    client_count = len(result.payloads)
+    least = math.ceil(rules.quorum * client_count)
     if len(result.accepted) >= least:
         return
     text = (
-        f"{place(result.stage)}: {len(result.accepted)} of {number} clients replied well, {least} "
-        f"are needed (clients.quorum = {rules.quorum:g}); the first refused: "
+        f"{place(result.stage)}: {len(result.accepted)} of {client_count} clients replied well, "
+        f"{least} are needed (clients.quorum = {rules.quorum:g}); the first refused: "
     )
     if not result.refused:
         raise TooFewReplies(text + "no client answered")

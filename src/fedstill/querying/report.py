@@ -67,14 +67,14 @@ def untaught(runs: Mapping[str, Sequence[Run]]) -> str:
 
 def teacher_counts(run: Run) -> list[float | None]:
     """The number of teachers of each query that a method answered by choosing teachers."""
-    queries = {(asked.round, asked.client) for asked in run.numbers.client_reports("query")}
+    queries = {(report.round, report.client) for report in run.numbers.client_reports("query")}
     if not queries:
         return []
     teachers: dict[tuple[int, int], float | None] = {}
-    for taught in run.numbers.client_reports("teachers"):
-        query = (taught.round, taught.client)
+    for report in run.numbers.client_reports("teachers"):
+        query = (report.round, report.client)
         if query in queries:
-            (teachers[query],) = taught.values
+            (teachers[query],) = report.values
     return list(teachers.values())
 
 
