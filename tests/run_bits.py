@@ -53,6 +53,11 @@ def bits(folder: Path) -> dict[str, Any]:
     return out
 
 
+def model_bytes(folder: Path) -> bytes:
+    """The file of a finished run's model."""
+    return (folder / "model.safetensors").read_bytes()
+
+
 def assert_same_bits(got: dict[str, Any], want: dict[str, Any]) -> None:
     """Name the first thing that differs."""
     assert got["model.safetensors"] == want["model.safetensors"], "the final model differs"

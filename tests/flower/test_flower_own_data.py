@@ -5,7 +5,7 @@ kind of method.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +21,9 @@ from fedstill.config.resolve import resolve
 from fedstill.core.codec import decode
 from fedstill.core.errors import ConfigError, TooFewReplies
 from fedstill.core.extensions import RoundResult
-from fedstill.core.records import Stage
+from fedstill.core.records import Stage, Tensors
 from fedstill.core.registry import register
 from fedstill.engines.client_measures import AtClient, ClientMeasures
-from fedstill.flower.engine import LoopbackGrid
-from fedstill.flower.site import StageExecutor, client_app
 from fedstill.flower.site_data import data_digests
 from fedstill.flower.site_settings import Site
 from fedstill.measures.base import Measure
@@ -33,11 +31,12 @@ from fedstill.metrics.classification import METRICS, Predictions, RunMetrics
 from fedstill.metrics.score_histograms import as_histograms, auc_error, concatenated
 from fedstill.privacy import site_guards
 from fedstill.running.client_evaluation import SiteTests
-from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.result import Result
 from fedstill.running.runner import resume, run
-from flowers import needs_flower, own_sites
+from flowers import needs_flower, own_sites, site_grid
+from journals import journal_events, refusals
+from run_bits import model_bytes
 
 pytestmark = needs_flower
 
@@ -46,10 +45,16 @@ QUERIES = {"classes": {"0": [3, 4], "1": [4], "2": [0, 3]}}
 
 
 def experiment(method: str, **changes: Any) -> Experiment:
-    suited: dict[str, Any] = {**toys.suited(method), "rounds": 1}
-    if suited.get("query"):
-        suited["query"] = QUERIES
-    return toys.toy(method, **{**suited, "topology": {"clients": CLIENTS}, "data": {}, **changes})
+    """Three clients that act in one round, with the data and queries that the method needs."""
+    values: dict[str, Any] = {
+        **toys.suited(method),
+        "rounds": 1,
+        "topology": {"clients": CLIENTS},
+        "data": {},
+    }
+    if values.get("query"):
+        values["query"] = QUERIES
+    return toys.toy(method, **{**values, **changes})
 
 
 PLAN = {"epochs": 3, "batch": 10, "lr": 0.1}
@@ -93,100 +98,104 @@ if toys.has("privacy"):
     }
 
 
-def grid_of(there: Sequence[Site], clients: Iterable[int] = range(CLIENTS)) -> LoopbackGrid:
-    executors = {site.client: StageExecutor(site, shows_reasons=True) for site in there}
-    app = client_app(
-        lambda c: (c.node_config["partition-id"], executors[c.node_config["partition-id"]]), 1 << 30
-    )
-    return LoopbackGrid(app, list(clients))
+def at_sites(experiment: Experiment) -> Experiment:
+    """The experiment at sites; without metrics it has no stage of tests, like a simulation."""
+    flower = {
+        "deadline": 30,
+        "poll": 1,
+        "data": "sites",
+        "federation": "/federation",
+        "test_every": int(bool(experiment.metrics)),
+    }
+    return replace(experiment, engine="flower", flower=flower)
 
 
-def over(
-    experiment: Experiment,
-    there: Sequence[Site],
-    out: Path,
-    overwrite: bool = False,
-    on_round: Callable[[Any], None] | None = None,
-) -> None:
-    """The experiment with these sites on a loopback grid."""
-    flower = {"deadline": 30, "poll": 1, "data": "sites", "federation": "/federation"}
-    # Tests compare the events with those of a simulation, which has no stage of tests.
-    flower["test_every"] = int(bool(experiment.metrics))
-    run(
-        replace(experiment, engine="flower", flower=flower),
-        out,
-        toys.blobs(),
-        grid=grid_of(there),
-        overwrite=overwrite,
-        on_round=on_round,
-    )
+def run_at_sites(
+    experiment: Experiment, sites: Sequence[Site], out: Path, **options: Any
+) -> Result:
+    """Run the experiment with these sites on a loopback grid."""
+    return run(at_sites(experiment), out, toys.blobs(), grid=site_grid(sites), **options)
 
 
-def stop(event: Any) -> None:
+def interrupt(event: Any) -> None:
+    """End the run after its first round."""
     raise KeyboardInterrupt
 
 
 def simulated(experiment: Experiment) -> Prepared:
+    """The experiment on blobs, prepared as a simulation."""
     return prepare(resolve(experiment.with_values({"data.name": "blobs"}, "test")), toys.blobs())
 
 
-@pytest.mark.parametrize("what", RUNS)
+def assert_label_counts_stay(events: Sequence[Mapping[str, Any]]) -> None:
+    """No event has numbers that a site must not send."""
+    assert not any("label_counts" in event for event in events)
+    assert not any("correct_by_class" in event for event in events)
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_sites_with_their_own_data_give_the_bits_of_the_simulation(
-    what: str, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
-    run(replace(RUNS[what], engine="serial"), tmp_path / "serial", toys.blobs())
-    over(RUNS[what], own_sites(simulated(RUNS[what]), tmp_path / "sites"), tmp_path / "run")
-    events = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "client"]
-    assert not [e for e in events if "refused" in e]
-    assert (tmp_path / "run/model.safetensors").read_bytes() == (
-        tmp_path / "serial/model.safetensors"
-    ).read_bytes()
-    trained = [e for e in read_journal(tmp_path / "serial/journal.jsonl") if e["event"] == "client"]
-    assert [(e["name"], e["client"], e.get("loss")) for e in events] == [
-        (e["name"], e["client"], e.get("loss")) for e in trained
-    ]
-    assert not any("label_counts" in e or "correct_by_class" in e for e in events), (
-        "they stay at the site"
-    )
+    experiment = RUNS[name]
+    run(replace(experiment, engine="serial"), tmp_path / "serial", toys.blobs())
+    sites = own_sites(simulated(experiment), tmp_path / "sites")
 
+    run_at_sites(experiment, sites, tmp_path / "run")
 
-def model(folder: Path) -> bytes:
-    return (folder / "model.safetensors").read_bytes()
+    assert model_bytes(tmp_path / "run") == model_bytes(tmp_path / "serial")
+    events = journal_events(tmp_path / "run", event="client")
+    expected = journal_events(tmp_path / "serial", event="client")
+    assert not refusals(tmp_path / "run")
+    assert [event["name"] for event in events] == [event["name"] for event in expected]
+    assert [event["client"] for event in events] == [event["client"] for event in expected]
+    assert [event.get("loss") for event in events] == [event.get("loss") for event in expected]
+    assert_label_counts_stay(events)
 
 
 def is_repeated(failure: str) -> bool:
+    """Whether a site refused a second run with secure sums on its data."""
     return "repeat_sums" in failure
 
 
+class CountedBytes:
+    """Stands in for ``secrets``: returns a constant byte, and counts the requests."""
+
+    def __init__(self, byte: bytes) -> None:
+        self.byte = byte
+        self.requests = 0
+
+    def token_bytes(self, size: int) -> bytes:
+        self.requests += 1
+        return self.byte * size
+
+
 @pytest.mark.uses("privacy")
-@pytest.mark.parametrize("what", SUMMED)
+@pytest.mark.parametrize("name", SUMMED)
 def test_under_secure_sums_a_sites_training_depends_on_a_number_that_it_keeps(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another number gives other bits, and a resume with the same number the same bits."""
-    asked = SUMMED[what]
-    run(replace(asked, engine="serial"), tmp_path / "serial", toys.blobs())
-    numbers: list[int] = []
+    experiment = SUMMED[name]
+    run(replace(experiment, engine="serial"), tmp_path / "serial", toys.blobs())
+    numbers = CountedBytes(b"\1")
+    monkeypatch.setattr(site_guards, "secrets", numbers)
 
-    def drawn(size: int) -> bytes:
-        numbers.append(size)
-        return bytes([seed[0]]) * size
+    sites = own_sites(simulated(experiment), tmp_path / "sites")
+    run_at_sites(experiment, sites, tmp_path / "first")
+    assert numbers.requests == CLIENTS, "one number for each site, whatever the number of rounds"
+    assert model_bytes(tmp_path / "first") != model_bytes(tmp_path / "serial")
 
-    seed = [1]
-    monkeypatch.setattr(site_guards, "secrets", SimpleNamespace(token_bytes=drawn))
-    over(asked, own_sites(simulated(asked), tmp_path / "sites"), tmp_path / "whole")
-    assert len(numbers) == CLIENTS, "one number for each site, whatever the number of rounds"
-    assert model(tmp_path / "whole") != model(tmp_path / "serial")
-
-    there = own_sites(simulated(asked), tmp_path / "again")
+    sites = own_sites(simulated(experiment), tmp_path / "again")
     with pytest.raises(KeyboardInterrupt):
-        over(asked, there, tmp_path / "stopped", on_round=stop)
-    resume(tmp_path / "stopped", toys.blobs(), grid=grid_of(there))
-    assert model(tmp_path / "stopped") == model(tmp_path / "whole")
+        run_at_sites(experiment, sites, tmp_path / "stopped", on_round=interrupt)
+    resume(tmp_path / "stopped", toys.blobs(), grid=site_grid(sites))
+    assert model_bytes(tmp_path / "stopped") == model_bytes(tmp_path / "first")
 
-    seed[0] = 2
-    over(asked, own_sites(simulated(asked), tmp_path / "others"), tmp_path / "other")
-    assert model(tmp_path / "other") != model(tmp_path / "whole")
+    monkeypatch.setattr(site_guards, "secrets", CountedBytes(b"\2"))
+    sites = own_sites(simulated(experiment), tmp_path / "others")
+    run_at_sites(experiment, sites, tmp_path / "other")
+    assert model_bytes(tmp_path / "other") != model_bytes(tmp_path / "first")
 
 
 @pytest.mark.uses("privacy")
@@ -194,23 +203,33 @@ def test_a_site_is_in_the_secure_sums_of_one_run_on_its_data_unless_its_operator
     tmp_path: Path,
 ) -> None:
     """The attack: the same run twice, once without a client, whose model is the difference."""
-    asked = SUMMED["secure sums"]
-    there = own_sites(simulated(asked), tmp_path / "sites")
-    over(asked, there, tmp_path / "first")
-    for changes in ({}, {"seed": 7}, {"rounds": 1}):
+    experiment = SUMMED["secure sums"]
+    sites = own_sites(simulated(experiment), tmp_path / "sites")
+    run_at_sites(experiment, sites, tmp_path / "first")
+
+    second_runs = {
+        "same": experiment,
+        "another seed": replace(experiment, seed=experiment.seed + 1),
+        "another number of rounds": replace(experiment, rounds=1),
+    }
+    for name, second_run in second_runs.items():
         with pytest.raises(TooFewReplies) as raised:
-            over(replace(asked, **changes), there, tmp_path / f"second{len(changes)}", True)
+            run_at_sites(second_run, sites, tmp_path / name)
         assert is_repeated(str(raised.value))
-    assert json.loads((there[0].memory / site_guards.RUNS_WITH_SUMS).read_text())
+    assert json.loads((sites[0].memory / site_guards.RUNS_WITH_SUMS).read_text())
 
-    allowed = [replace(site, repeat_sums=True) for site in there]
-    over(asked, allowed, tmp_path / "third")
-    assert model(tmp_path / "third") != model(tmp_path / "first"), "other random numbers"
+    allowing = [replace(site, repeat_sums=True) for site in sites]
+    run_at_sites(experiment, allowing, tmp_path / "third")
+    assert model_bytes(tmp_path / "third") != model_bytes(tmp_path / "first"), (
+        "other random numbers"
+    )
 
-    other = simulated(replace(asked, seed=asked.seed + 1))
-    changed = own_sites(other, tmp_path / "new")
-    moved = [replace(site, memory=old.memory) for site, old in zip(changed, there, strict=True)]
-    over(asked, moved, tmp_path / "fourth")
+    other_split = simulated(replace(experiment, seed=experiment.seed + 1))
+    other_data = [
+        replace(other_site, memory=site.memory)
+        for other_site, site in zip(own_sites(other_split, tmp_path / "new"), sites, strict=True)
+    ]
+    run_at_sites(experiment, other_data, tmp_path / "fourth")
 
 
 @pytest.mark.uses("privacy")
@@ -218,12 +237,14 @@ def test_data_that_another_config_reads_in_another_way_are_the_same_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another config may select other columns, or list the classes in another order."""
-    asked = SUMMED["secure sums"]
-    there = own_sites(simulated(asked), tmp_path / "sites")
-    over(asked, there, tmp_path / "first")
+    experiment = SUMMED["secure sums"]
+    sites = own_sites(simulated(experiment), tmp_path / "sites")
+    run_at_sites(experiment, sites, tmp_path / "first")
+
     monkeypatch.setattr(site_guards, "examples_digest", lambda examples: "another selection")
+
     with pytest.raises(TooFewReplies) as raised:
-        over(asked, there, tmp_path / "second")
+        run_at_sites(experiment, sites, tmp_path / "second")
     assert is_repeated(str(raised.value))
 
 
@@ -233,21 +254,24 @@ def test_a_sites_data_are_identified_by_their_files(tmp_path: Path) -> None:
     (data / "train.csv").write_text("age,label\n50,1\n")
     (data / "more" / "test.csv").write_text("age,label\n60,0\n")
     site = Site(0, tmp_path / "memory", data=str(data))
-    first = data_digests(site)
-    assert len(first) == 1
-    assert data_digests(replace(site, data=str(data / "train.csv"))) != first
+    original = data_digests(site)
+    assert len(original) == 1
+    assert data_digests(replace(site, data=str(data / "train.csv"))) != original
 
-    moved = data.rename(tmp_path / "elsewhere")
-    (moved / ".cache").write_text("a hidden file")
-    site = replace(site, data=str(moved))
-    assert data_digests(site) == first
-    (moved / "train.csv").rename(moved / "training.csv")
+    folder = data.rename(tmp_path / "elsewhere")
+    (folder / ".cache").write_text("a hidden file")
+    site = replace(site, data=str(folder))
+    assert data_digests(site) == original, "neither the place nor hidden files matter"
+
+    (folder / "train.csv").rename(folder / "training.csv")
     renamed = data_digests(site)
-    (moved / "training.csv").write_text("age,label\n50,0\n")
-    assert len({*first, *renamed, *data_digests(site)}) == 3
+    (folder / "training.csv").write_text("age,label\n50,0\n")
+    relabelled = data_digests(site)
+    assert len({*original, *renamed, *relabelled}) == 3
 
-    names = [replace(site, data=name) for name in ("digits", "mnist")]
-    assert len({*data_digests(names[0]), *data_digests(names[1])}) == 2
+    digits = data_digests(replace(site, data="digits"))
+    mnist = data_digests(replace(site, data="mnist"))
+    assert len({*digits, *mnist}) == 2
     for code in ("", "mylab.data:load", str(tmp_path / "mine.py:load")):
         assert data_digests(replace(site, data=code)) == []
 
@@ -258,12 +282,14 @@ def test_folders_of_tasks_have_a_digest_each(tmp_path: Path) -> None:
         (data / task).mkdir(parents=True)
     (data / "task1" / "train.csv").write_text("age,label\n50,1\n")
     site = Site(0, tmp_path / "memory", data=str(data), tasks="folders")
-    first = data_digests(site)
-    assert len(first) == 1, "empty folders are not data that runs have in common"
+
+    first_task = data_digests(site)
     (data / "task2" / "train.csv").write_text("age,label\n51,1\n")
-    later = data_digests(site)
-    assert later[:1] == first
-    assert len(set(later)) == 2
+    two_tasks = data_digests(site)
+
+    assert len(first_task) == 1, "empty folders are not data that runs have in common"
+    assert two_tasks[:1] == first_task
+    assert len(set(two_tasks)) == 2
 
 
 FOUR = replace(
@@ -275,15 +301,13 @@ FOUR = replace(
 )
 
 
-def summed_model(there: Sequence[Site], out: Path) -> dict[str, torch.Tensor]:
-    """The model of a run with secure sums over those of four sites that are there."""
-    flower = {"deadline": 30, "poll": 1, "data": "sites", "federation": "/federation"}
-    asked = replace(FOUR, engine="flower", flower={**flower, "test_every": 0})
-    run(asked, out, toys.blobs(), grid=grid_of(there, [site.client for site in there]))
+def summed_model(sites: Sequence[Site], out: Path) -> Tensors:
+    """The model of a run with secure sums over those of the four sites that take part."""
+    run(at_sites(FOUR), out, toys.blobs(), grid=site_grid(sites))
     return safetensors.torch.load_file(out / "model.safetensors")
 
 
-def distance(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> float:
+def distance(first: Tensors, second: Tensors) -> float:
     """The largest difference of two models in one number."""
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
@@ -297,31 +321,30 @@ def test_two_honest_runs_of_which_one_lacks_a_site_do_not_reveal_its_model(
     if protection == "none":
         constant = SimpleNamespace(token_bytes=lambda size: b"n" * size)
         monkeypatch.setattr(site_guards, "secrets", constant)
-    there = own_sites(simulated(FOUR), tmp_path / "sites")
+    simulation = simulated(FOUR)
+    sites = own_sites(simulation, tmp_path / "sites")
     if protection != "one run only":
-        there = [replace(site, repeat_sums=True) for site in there]
-    examples = [
-        int(simulated(FOUR).sites.positions(client).numel()) for client in range(len(there))
-    ]
-    *others, target = there
+        sites = [replace(site, repeat_sums=True) for site in sites]
+    *other_sites, target = sites
 
-    everybody = summed_model(there, tmp_path / "everybody")
+    sum_of_all = summed_model(sites, tmp_path / "all")
     (reply,) = target.memory.rglob("*.reply")
-    secret = decode(reply.read_bytes())["up params"]
+    secret_model = decode(reply.read_bytes())["up params"]
     if protection == "one run only":
         with pytest.raises(TooFewReplies) as raised:
-            summed_model(others, tmp_path / "others")
+            summed_model(other_sites, tmp_path / "others")
         assert is_repeated(str(raised.value))
         return
 
-    remaining = summed_model(others, tmp_path / "others")
+    sum_of_others = summed_model(other_sites, tmp_path / "others")
+    examples = [simulation.sites.positions(client).numel() for client in range(len(sites))]
+    target_examples = examples[target.client]
     total = sum(examples)
-    without = total - examples[target.client]
     difference = {
-        name: (total * value - without * remaining[name]) / examples[target.client]
-        for name, value in everybody.items()
+        name: (total * value - (total - target_examples) * sum_of_others[name]) / target_examples
+        for name, value in sum_of_all.items()
     }
-    error = distance(difference, secret)
+    error = distance(difference, secret_model)
     if protection == "none":
         assert error < 1e-5, "the attack works where nothing prevents it"
     else:
@@ -330,33 +353,37 @@ def test_two_honest_runs_of_which_one_lacks_a_site_do_not_reveal_its_model(
 
 @pytest.mark.uses("querying")
 def test_a_run_with_a_public_set_needs_a_copy_at_every_site(tmp_path: Path) -> None:
-    what = RUNS["queries, scored on public labels"]
+    experiment = RUNS["queries, scored on public labels"]
+    sites = own_sites(simulated(experiment), tmp_path / "sites", public=False)
+
     with pytest.raises(TooFewReplies, match="public"):
-        over(what, own_sites(simulated(what), tmp_path / "sites", public=False), tmp_path / "run")
+        run_at_sites(experiment, sites, tmp_path / "run")
 
 
 @pytest.mark.uses("querying")
-def test_the_server_knows_of_a_query_what_its_site_says(tmp_path: Path) -> None:
-    what = RUNS["queries that sites raise"]
-    over(what, own_sites(simulated(what), tmp_path / "sites"), tmp_path / "run")
-    events = read_journal(tmp_path / "run/journal.jsonl")
-    asked = {e["client"]: e["query"] for e in events if e.get("name") == "fit"}
-    assert any(asked.values())
-    whys = [e["why_asked"] for e in events if e.get("name") == "fit"]
-    assert [
-        set(why) >= {str(c) for c in q} for why, q in zip(whys, asked.values(), strict=True)
-    ] == [True] * CLIENTS
-    assert {json.dumps(w) for why in whys for w in why.values()} == {'{"lack": null}'}, (
-        "no number leaves a site"
-    )
-    assert {
-        e["client"]: e["query"] for e in events if e.get("name") == "refine" and "query" in e
-    } == {c: query for c, query in asked.items() if query}
+def test_the_server_knows_the_classes_of_a_query_and_no_number(tmp_path: Path) -> None:
+    experiment = RUNS["queries that sites raise"]
+    sites = own_sites(simulated(experiment), tmp_path / "sites")
+
+    run_at_sites(experiment, sites, tmp_path / "run")
+
+    fits = journal_events(tmp_path / "run", name="fit")
+    assert len(fits) == CLIENTS
+    queries = {event["client"]: event["query"] for event in fits if event["query"]}
+    assert queries
+    for event in fits:
+        reasons = event["why_asked"]
+        assert reasons.keys() >= {str(label) for label in event["query"]}
+        assert all(reason == {"lack": None} for reason in reasons.values())
+    assert any(event["why_asked"] for event in fits)
+
+    refinements = journal_events(tmp_path / "run", name="refine")
+    assert queries == {event["client"]: event["query"] for event in refinements if "query" in event}
 
 
 def test_a_method_without_a_fit_cannot_have_sites_raise_queries(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"topology\.first"):
-        over(experiment("fedavg", query={"draw": "single"}), [], tmp_path / "run")
+        run_at_sites(experiment("fedavg", query={"draw": "single"}), [], tmp_path / "run")
 
 
 @register("measure", "toy_spread")
@@ -366,24 +393,21 @@ class Spread(Measure):
     at_sites = True
     gives = ("spread",)
 
-    def at_client(self, seen: AtClient) -> dict[str, float]:
-        return {"spread": float(seen.view.logits(seen.end).std())}
+    def at_client(self, client: AtClient) -> dict[str, float]:
+        return {"spread": float(client.view.logits(client.end).std())}
 
 
 @pytest.mark.uses("querying")
 def test_real_sites_take_the_measures_that_say_so_and_no_others(tmp_path: Path) -> None:
-    what = replace(RUNS["queries"], measure=("local", "toy_spread"), measure_every=1)
-    over(what, own_sites(simulated(what), tmp_path / "sites"), tmp_path / "run")
-    events = [
-        e
-        for e in read_journal(tmp_path / "run/journal.jsonl")
-        if e["event"] == "client" and e["round"]
-    ]
+    experiment = replace(RUNS["queries"], measure=("local", "toy_spread"), measure_every=1)
+    sites = own_sites(simulated(experiment), tmp_path / "sites")
+
+    run_at_sites(experiment, sites, tmp_path / "run")
+
+    events = [event for event in journal_events(tmp_path / "run", event="client") if event["round"]]
     assert events
-    assert all("spread" in e and "site_accuracy" in e for e in events)
-    assert not any("label_counts" in e or "correct_by_class" in e for e in events), (
-        "they stay at the site"
-    )
+    assert all("spread" in event and "site_accuracy" in event for event in events)
+    assert_label_counts_stay(events)
 
 
 @pytest.mark.parametrize("method", ["scaffold", "ditto"])
@@ -391,47 +415,57 @@ def test_rounds_are_compared_on_what_sites_hold_out_as_in_a_simulation(
     method: str, tmp_path: Path
 ) -> None:
     """A global model is tested by all sites in a stage of its own; no site sends an example."""
-    asked = toys.stopping_early(
+    experiment = toys.stopping_early(
         method, topology={"clients": CLIENTS}, stop={"patience": 2}, measure=(), data={}
     )
-    whole = run(asked, tmp_path / "whole", toys.blobs())
-    there = own_sites(simulated(asked), tmp_path)
-    over(asked, there, tmp_path / "there")
-    result = Result.of(tmp_path / "there")
-    scores, expected = (
-        [event["selection_score"] for event in events] for events in (result.history, whole.history)
-    )
-    assert scores == expected
+    simulation = run(experiment, tmp_path / "simulation", toys.blobs())
+    sites = own_sites(simulated(experiment), tmp_path)
+
+    result = run_at_sites(experiment, sites, tmp_path / "run")
+
+    assert selection_scores(result) == selection_scores(simulation)
     for key in ("best_round", "best_round_score", "stopped_in_round", "selected_on"):
-        assert result.summary[key] == whole.summary[key]
-    tested = [e for e in read_journal(tmp_path / "there/journal.jsonl") if "held_out_accuracy" in e]
-    stage = "personal" if method == "ditto" else "held_out_test"
-    assert {event["name"] for event in tested} == {stage}
-    assert len(tested) == CLIENTS * len(result.history)
+        assert result.summary[key] == simulation.summary[key]
+    tests = [event for event in journal_events(tmp_path / "run") if "held_out_accuracy" in event]
+    assert {event["name"] for event in tests} == {HELD_OUT_STAGES[method]}
+    assert len(tests) == CLIENTS * len(result.history)
+
+
+HELD_OUT_STAGES = {"scaffold": "held_out_test", "ditto": "personal"}
+"""By method, the stage in which sites test a model on what they hold out."""
+
+
+def selection_scores(result: Result) -> list[float]:
+    """The score of each round, by which rounds are compared."""
+    return [event["selection_score"] for event in result.history]
 
 
 @pytest.mark.uses("privacy")
 def test_with_secure_sums_sites_test_nothing_on_what_they_hold_out(tmp_path: Path) -> None:
-    asked = toys.stopping_early(
+    experiment = toys.stopping_early(
         "moon", topology={"clients": CLIENTS}, measure=(), data={}, privacy={"secure_sum": True}
     )
+    sites = own_sites(simulated(experiment), tmp_path)
+
     with pytest.raises(ConfigError, match="secure sums"):
-        over(asked, own_sites(simulated(asked), tmp_path), tmp_path / "there")
+        run_at_sites(experiment, sites, tmp_path / "run")
 
 
-@pytest.mark.parametrize("by", ["auc", "log_loss", "f1"])
-def test_rounds_are_compared_by_histograms_that_sites_send(by: str, tmp_path: Path) -> None:
-    asked = toys.stopping_early(
-        topology={"clients": CLIENTS}, rounds=4, measure=(), data={}, rank_by=by
+@pytest.mark.parametrize(("metric", "tolerance"), [("auc", 0.01), ("log_loss", 0.01), ("f1", 0.0)])
+def test_rounds_are_compared_by_histograms_that_sites_send(
+    metric: str, tolerance: float, tmp_path: Path
+) -> None:
+    experiment = toys.stopping_early(
+        topology={"clients": CLIENTS}, rounds=4, measure=(), data={}, rank_by=metric
     )
-    whole = run(asked, tmp_path / "whole", toys.blobs())
-    over(asked, own_sites(simulated(asked), tmp_path), tmp_path / "there")
-    result = Result.of(tmp_path / "there")
-    scores, expected = (
-        [event["selection_score"] for event in events] for events in (result.history, whole.history)
-    )
-    assert scores == pytest.approx(expected, abs=0.0 if by == "f1" else 0.01)
-    assert result.summary["selected_by"] == by
+    simulation = run(experiment, tmp_path / "simulation", toys.blobs())
+    sites = own_sites(simulated(experiment), tmp_path)
+
+    result = run_at_sites(experiment, sites, tmp_path / "run")
+
+    expected = selection_scores(simulation)
+    assert selection_scores(result) == pytest.approx(expected, abs=tolerance)
+    assert result.summary["selected_by"] == metric
 
 
 def test_a_histogram_that_a_site_makes_up_is_refused() -> None:
@@ -439,43 +473,47 @@ def test_a_histogram_that_a_site_makes_up_is_refused() -> None:
     assert "held_out_histograms" in ClientMeasures().refuses(report, Stage(1, 0, "x", (0,)), 5)
 
 
-NAMES = ("auc", "recall", "log_loss", "brier", "ece", "confusion")
+TEST_STAGES = {"scaffold": "site_test", "ditto": "personal"}
+"""By method, the stage in which sites test a model on their test sets."""
 
 
-@pytest.mark.parametrize("method", ["scaffold", "ditto"])
+@pytest.mark.parametrize("method", TEST_STAGES)
 def test_sites_send_histograms_from_which_the_server_computes_metrics(
     method: str, tmp_path: Path
 ) -> None:
     """All sites have the run's test set here, so theirs are the metrics of the simulation."""
-    asked = toys.toy(
-        method, metrics=NAMES, topology={"clients": CLIENTS}, measure=(), data={}, rounds=2
+    metrics = ("auc", "recall", "log_loss", "brier", "ece", "confusion")
+    experiment = toys.toy(
+        method, metrics=metrics, topology={"clients": CLIENTS}, measure=(), data={}, rounds=2
     )
-    whole = run(asked, tmp_path / "whole", toys.blobs())
-    over(asked, own_sites(simulated(asked), tmp_path), tmp_path / "there")
-    there = Result.of(tmp_path / "there")
-    for event, expected in zip(there.history, whole.history, strict=True):
+    simulation = run(experiment, tmp_path / "simulation", toys.blobs())
+    sites = own_sites(simulated(experiment), tmp_path)
+
+    result = run_at_sites(experiment, sites, tmp_path / "run")
+
+    for event, expected in zip(result.history, simulation.history, strict=True):
         assert event["auc"] == expected["auc"], "the server has a test set"
         assert event["own_test_auc_error"] < 0.05
         assert event["own_test_by_client"].keys() == {"0", "1", "2"}
         if method == "scaffold":
-            most = {"auc": event["own_test_auc_error"], "log_loss": 0.01, "recall": 0.0}
-            for name, bound in most.items():
+            bounds = {"auc": event["own_test_auc_error"], "log_loss": 0.01, "recall": 0.0}
+            for name, bound in bounds.items():
                 values = event[f"own_test_{name}_by_client"].values()
                 assert max(abs(value - expected[name]) for value in values) <= bound
             assert event["own_test_confusions"]["1"] == expected["confusion"]
             assert event["own_test_accuracy"] == pytest.approx(expected["accuracy"])
 
-    journal = read_journal(tmp_path / "there/journal.jsonl")
-    tested = [event for event in journal if "site_scores" in event]
-    stage = "personal" if method == "ditto" else "site_test"
-    assert {event["name"] for event in tested} == {stage}
-    assert len(tested) == 2 * CLIENTS
+    journal = journal_events(tmp_path / "run")
+    tests = [event for event in journal if "site_scores" in event]
+    assert {event["name"] for event in tests} == {TEST_STAGES[method]}
+    assert len(tests) == 2 * CLIENTS
     assert not any("site_metrics" in event for event in journal)
 
 
 def test_metrics_of_the_server_model_are_on_the_examples_of_all_sites() -> None:
-    events = [
-        {
+    tests = SiteTests(RunMetrics(("auc", "recall"), 1), frozenset())
+    for client, predictions in enumerate(site_predictions()):
+        event = {
             "event": "client",
             "name": "site_test",
             "client": client,
@@ -483,40 +521,44 @@ def test_metrics_of_the_server_model_are_on_the_examples_of_all_sites() -> None:
             "site_accuracy": 0.5,
             "site_test_examples": 30,
         }
-        for client, predictions in enumerate(site_predictions())
-    ]
-    tests = SiteTests(RunMetrics(("auc", "recall"), 1), frozenset())
-    for event in events:
         tests.on_event(event)
-    nothing = RoundResult(1, (), {"accuracy": None})
-    first = tests.round_fields(nothing, {"accuracy": None})
+    unevaluated = RoundResult(1, (), {"accuracy": None})
+
+    metrics = tests.round_fields(unevaluated, {"accuracy": None})
+
     exact = concatenated(site_predictions())
-    assert first["recall"] == METRICS["recall"].value(exact)
-    assert abs(first["auc"] - METRICS["auc"].formula(exact)) <= (auc_error(exact) or 0) + 0.01
+    assert metrics["recall"] == METRICS["recall"].value(exact)
+    error = (auc_error(exact) or 0) + 0.01
+    assert abs(metrics["auc"] - METRICS["auc"].formula(exact)) <= error
+
     tests.on_event({"event": "round", "round": 1})
-    assert tests.round_fields(nothing, {"accuracy": None}) == {}, "they are of the round before"
+    assert tests.round_fields(unevaluated, {"accuracy": None}) == {}, "a round has its tests only"
 
 
 def site_predictions() -> list[Predictions]:
     """The predictions of two sites; the second has one class."""
-    draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(60, 2, generator=draw)
+    logits = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
+    classes = logits.argmax(1)
     labels = (torch.arange(60) % 3 == 0).long()
     labels[40:] = 0
-    parts = (slice(0, 40), slice(40, 60))
-    return [Predictions.of(logits[p], logits[p].argmax(1), labels[p], 1) for p in parts]
+    return [
+        Predictions.of(logits[:40], classes[:40], labels[:40], 1),
+        Predictions.of(logits[40:], classes[40:], labels[40:], 1),
+    ]
 
 
 def test_a_site_that_refuses_a_metric_takes_part_in_no_run_with_it(tmp_path: Path) -> None:
-    asked = toys.toy(metrics=("auc",), topology={"clients": CLIENTS}, measure=(), data={})
-    there = [replace(site, refuse=("auc",)) for site in own_sites(simulated(asked), tmp_path)]
+    experiment = toys.toy(metrics=("auc",), topology={"clients": CLIENTS}, measure=(), data={})
+    sites = own_sites(simulated(experiment), tmp_path)
+    refusing = [replace(site, refuse=("auc",)) for site in sites]
+
     with pytest.raises(TooFewReplies, match="'auc'"):
-        over(asked, there, tmp_path / "there")
+        run_at_sites(experiment, refusing, tmp_path / "run")
 
 
 @pytest.mark.uses("privacy")
 def test_with_secure_sums_no_site_sends_histograms(tmp_path: Path) -> None:
-    asked = toys.toy(
+    experiment = toys.toy(
         "moon",
         metrics=("auc",),
         topology={"clients": CLIENTS},
@@ -524,6 +566,7 @@ def test_with_secure_sums_no_site_sends_histograms(tmp_path: Path) -> None:
         data={},
         privacy={"secure_sum": True},
     )
-    over(asked, own_sites(simulated(asked), tmp_path), tmp_path / "there")
-    journal = read_journal(tmp_path / "there/journal.jsonl")
-    assert not any("site_scores" in event for event in journal)
+
+    run_at_sites(experiment, own_sites(simulated(experiment), tmp_path), tmp_path / "run")
+
+    assert not any("site_scores" in event for event in journal_events(tmp_path / "run"))

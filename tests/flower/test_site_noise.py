@@ -1,11 +1,13 @@
-"""Noise of real sites: nobody can draw it again, and a hostile server gets one noised answer a
+"""Noise at real sites: nobody can repeat its draws, and a hostile server gets one noised answer per
 stage.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import erfc, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +23,33 @@ from fedstill.config.resolve import resolve
 from fedstill.core.codec import encode
 from fedstill.core.files import digest
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.records import Payload, Stage
+from fedstill.core.records import Payload, Stage, Tensors
 from fedstill.data.views import SiteViews
 from fedstill.flower.engine import LoopbackGrid, Parcel, parsed, serialised
 from fedstill.flower.facts import Facts
 from fedstill.flower.messages import Request, SiteReply, header_and_payload
-from fedstill.flower.site import StageExecutor, client_app
+from fedstill.flower.site import StageExecutor
 from fedstill.flower.site_settings import Site
 from fedstill.privacy import noise as wire_privacy
 from fedstill.privacy.noise import Privacy, clip_rows, secret_normal
-from fedstill.running.journal import read_journal
-from fedstill.running.preparation import prepare
+from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import resume, run
-from flowers import needs_flower, own_sites
+from flowers import MESSAGE_BYTES, executor_app, executor_grid, needs_flower, own_sites
+from journals import journal_events, refusals
 
 pytestmark = needs_flower
 
 PRIVACY = {"clip": 3.0, "noise": 20.0}
+SPREAD = PRIVACY["clip"] * PRIVACY["noise"]
+"""The standard deviation of the noise."""
+
 SITES = {"deadline": 30.0, "poll": 1.0, "data": "sites", "federation": "/federation"}
-FIRST = Stage(1, 0, "local", tuple(range(CLIENTS)))
+LOCAL = Stage(1, 0, "local", tuple(range(CLIENTS)))
+TRAIN = Stage(1, 0, "train", tuple(range(CLIENTS)))
 
 
 def setting(**privacy: float) -> Experiment:
+    """Clients that send logits, with these values of ``[privacy]``."""
     return toys.toy(
         "hiper_fedkd",
         data={"public": toys.PUBLIC},
@@ -53,87 +60,98 @@ def setting(**privacy: float) -> Experiment:
     )
 
 
+def at_sites(experiment: Experiment) -> Experiment:
+    """The experiment at sites with their own data."""
+    return replace(experiment, engine="flower", flower=dict(SITES))
+
+
+def prepared(experiment: Experiment) -> Prepared:
+    """The experiment on blobs."""
+    return prepare(resolve(experiment.with_values({"data.name": "blobs"}, "test")), toys.blobs())
+
+
 @pytest.fixture(scope="module")
-def there(tmp_path_factory: pytest.TempPathFactory) -> list[Site]:
+def sites(tmp_path_factory: pytest.TempPathFactory) -> list[Site]:
     """Three sites, with data of their own."""
     return own_sites(simulated(setting()), tmp_path_factory.mktemp("sites"))
 
 
-def asked(experiment: Experiment, stage: Stage = FIRST, **down: Any) -> Request:
-    """What the server sends client 0 in a stage."""
-    settings = resolve(
-        replace(
-            experiment.with_values({"data.name": "blobs"}, "test"),
-            engine="flower",
-            flower=dict(SITES),
-        )
-    )
-    facts, config = Facts.known_by(prepare(settings, toys.blobs())).plain(), settings.toml
-    sent = Payload({"temperature": 1.0, **down})
+@pytest.fixture
+def site(sites: list[Site]) -> Site:
+    """The site of client 0."""
+    return sites[0]
+
+
+def request_of(experiment: Experiment, stage: Stage = LOCAL, **contents: Any) -> Request:
+    """What the server sends client 0 in a stage; ``contents`` change the payload."""
+    federation = prepared(at_sites(experiment))
+    config = federation.settings.toml
     return Request(
         fedstill.__version__,
         config,
         digest(config.encode()),
-        "run1",
-        0,
-        stage,
-        facts=facts,
-        payload=sent,
+        run="run1",
+        client=0,
+        stage=stage,
+        facts=Facts.known_by(federation).plain(),
+        payload=Payload({"temperature": 1.0, **contents}),
     )
 
 
-def at(site: Site, memory: Path) -> StageExecutor:
-    """The site with an empty memory, as a process that has just started."""
+def started(site: Site, memory: Path) -> StageExecutor:
+    """The executor of a site's process that has just started, with its memory in a folder."""
     return StageExecutor(replace(site, memory=memory), shows_reasons=True)
 
 
 def logits(answer: SiteReply) -> torch.Tensor:
+    """The logits of an answer that is no refusal."""
     assert answer.failure == ""
     return answer.content.tensor("logits").double()
 
 
-def keyed(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """The noise that a server draws that knows the run's seed."""
-    key = seed_for(seed, FIRST.round, FIRST.index, 0, "privacy")
-    return torch.randn(shape, generator=generator(key), dtype=torch.float64)
+def noise_of_seed(shape: torch.Size, seed: int) -> torch.Tensor:
+    """The noise that a server can draw if clients draw theirs by the run's seed."""
+    key = seed_for(seed, LOCAL.round, LOCAL.index, 0, "privacy")
+    return SPREAD * torch.randn(shape, generator=generator(key), dtype=torch.float64)
 
 
-def test_a_server_that_knows_the_seed_cannot_subtract_the_noise(
-    there: list[Site], tmp_path: Path
-) -> None:
-    clean = clip_rows(logits(at(there[0], tmp_path / "clean")(asked(setting()))), PRIVACY["clip"])
-    noised = logits(at(there[0], tmp_path / "noised")(asked(setting(**PRIVACY))))
-    spread = PRIVACY["clip"] * PRIVACY["noise"]
-    left = noised - spread * keyed(tuple(noised.shape), setting().seed) - clean
-    assert left.std().item() == pytest.approx(2**0.5 * spread, rel=0.3), "two draws apart, not none"
-    assert (noised - clean).std().item() == pytest.approx(spread, rel=0.3)
+def test_a_server_that_knows_the_seed_cannot_subtract_the_noise(site: Site, tmp_path: Path) -> None:
+    """Its draw does not cancel the site's: the difference has the spread of two draws."""
+    unclipped = logits(started(site, tmp_path / "clean")(request_of(setting())))
+    clean = clip_rows(unclipped, PRIVACY["clip"])
+    noised = logits(started(site, tmp_path / "noised")(request_of(setting(**PRIVACY))))
+
+    attacked = noised - noise_of_seed(noised.shape, setting().seed)
+
+    assert (attacked - clean).std().item() == pytest.approx(2**0.5 * SPREAD, rel=0.3)
+    assert (noised - clean).std().item() == pytest.approx(SPREAD, rel=0.3)
 
 
-def test_in_a_simulation_it_can_be_subtracted_as_the_document_says() -> None:
+def test_in_a_simulation_the_noise_can_be_subtracted_as_documented() -> None:
     """The test above would pass if the attack itself were wrong."""
-    experiment, ready = (
-        setting(**PRIVACY),
-        prepare(
-            resolve(setting(**PRIVACY).with_values({"data.name": "blobs"}, "test")), toys.blobs()
-        ),
-    )
-    work, down = ready.settings.method.work(FIRST), Payload(temperature=1.0)
-    plain = replace(ready.engine(), hooks=())
-    noised, clean = (
-        engine.run(work, FIRST, {0: down}, experiment.seed)[0].content.tensor("logits").double()
-        for engine in (ready.engine(), plain)
-    )
-    spread = PRIVACY["clip"] * PRIVACY["noise"]
-    left = noised - spread * keyed(tuple(noised.shape), experiment.seed)
-    torch.testing.assert_close(left, clip_rows(clean, PRIVACY["clip"]), rtol=0, atol=1e-4)
+    ready = prepared(setting(**PRIVACY))
+    work = ready.settings.method.work(LOCAL)
+    payloads = {0: Payload(temperature=1.0)}
+    seed = setting().seed
+    (noised_reply,) = ready.engine().run(work, LOCAL, payloads, seed)
+    (clean_reply,) = replace(ready.engine(), hooks=()).run(work, LOCAL, payloads, seed)
+
+    noised = noised_reply.content.tensor("logits").double()
+    attacked = noised - noise_of_seed(noised.shape, seed)
+
+    clean = clip_rows(clean_reply.content.tensor("logits").double(), PRIVACY["clip"])
+    torch.testing.assert_close(attacked, clean, rtol=0, atol=1e-4)
 
 
-def test_the_same_request_has_the_kept_answer_and_noise_is_drawn_once(
-    there: list[Site], tmp_path: Path
+def test_the_same_request_gets_the_stored_answer_and_noise_is_drawn_once(
+    site: Site, tmp_path: Path
 ) -> None:
-    request = asked(setting(**PRIVACY))
-    first, again = (logits(at(there[0], tmp_path)(request)) for _ in range(2))
-    assert torch.equal(first, again)
+    request = request_of(setting(**PRIVACY))
+
+    first = logits(started(site, tmp_path)(request))
+    second = logits(started(site, tmp_path)(request))
+
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize(
@@ -146,248 +164,306 @@ def test_the_same_request_has_the_kept_answer_and_noise_is_drawn_once(
     ids=["another content", "more content", "another memory"],
 )
 def test_another_request_for_a_stage_that_has_noise_is_refused(
-    change: dict[str, Any], there: list[Site], tmp_path: Path
+    change: dict[str, Any], site: Site, tmp_path: Path
 ) -> None:
-    request = asked(setting(**PRIVACY))
-    first = logits(at(there[0], tmp_path)(request))
-    second = at(there[0], tmp_path)(replace(request, **change))
-    assert "round 1, stage 'local'" in second.failure
-    assert not second.content
-    assert torch.equal(logits(at(there[0], tmp_path)(request)), first), (
-        "the first one is still answered"
-    )
+    """The first request is still answered."""
+    request = request_of(setting(**PRIVACY))
+    answer = logits(started(site, tmp_path)(request))
+
+    refusal = started(site, tmp_path)(replace(request, **change))
+
+    assert "round 1, stage 'local'" in refusal.failure
+    assert not refusal.content
+    assert torch.equal(logits(started(site, tmp_path)(request)), answer)
 
 
-def test_without_noise_another_request_is_worked_out_anew(
-    there: list[Site], tmp_path: Path
-) -> None:
-    request = asked(setting())
-    assert at(there[0], tmp_path)(request).failure == ""
-    assert at(there[0], tmp_path)(replace(request, payload=Payload(temperature=2.0))).failure == ""
+def test_without_noise_another_request_is_computed(site: Site, tmp_path: Path) -> None:
+    request = request_of(setting())
+    changed = replace(request, payload=Payload(temperature=2.0))
+
+    assert started(site, tmp_path)(request).failure == ""
+    assert started(site, tmp_path)(changed).failure == ""
 
 
-def test_a_stage_stays_answered_when_its_reply_is_gone(there: list[Site], tmp_path: Path) -> None:
-    request = asked(setting(**PRIVACY))
-    logits(at(there[0], tmp_path)(request))
-    (kept,) = tmp_path.rglob("*.reply")
-    kept.unlink()
-    assert "answers no other request" in at(there[0], tmp_path)(request).failure
+def test_a_stage_stays_answered_without_its_stored_reply(site: Site, tmp_path: Path) -> None:
+    request = request_of(setting(**PRIVACY))
+    logits(started(site, tmp_path)(request))
+    (stored,) = tmp_path.rglob("*.reply")
+
+    stored.unlink()
+
+    assert "answers no other request" in started(site, tmp_path)(request).failure
 
 
 def test_a_site_that_was_killed_before_its_answer_left_works_again(
-    there: list[Site], tmp_path: Path
+    site: Site, tmp_path: Path
 ) -> None:
-    request = asked(setting(**PRIVACY))
-    logits(at(there[0], tmp_path)(request))
-    (kept,), (noted,) = tmp_path.rglob("*.reply"), tmp_path.rglob("noised")
-    kept.unlink()
-    noted.unlink()  # it is written before the answer leaves
-    assert at(there[0], tmp_path)(request).failure == ""
+    """The file ``noised`` is written before the answer leaves; without it, no answer has left."""
+    request = request_of(setting(**PRIVACY))
+    logits(started(site, tmp_path)(request))
+    (stored,) = tmp_path.rglob("*.reply")
+    (cost,) = tmp_path.rglob("noised")
+
+    stored.unlink()
+    cost.unlink()
+
+    assert started(site, tmp_path)(request).failure == ""
 
 
-@pytest.mark.parametrize("round", [0, 3, 1000])
+@pytest.mark.parametrize("round_index", [0, 3, 1000])
 def test_rounds_that_the_run_does_not_have_are_refused(
-    round: int, there: list[Site], tmp_path: Path
+    round_index: int, site: Site, tmp_path: Path
 ) -> None:
-    answer = at(there[0], tmp_path)(asked(setting(**PRIVACY), replace(FIRST, round=round)))
-    assert f"schedule of round {round}" in answer.failure
+    request = request_of(setting(**PRIVACY), replace(LOCAL, round=round_index))
+
+    answer = started(site, tmp_path)(request)
+
+    assert f"schedule of round {round_index}" in answer.failure
 
 
-def test_more_rows_than_the_run_accounts_for_are_refused(there: list[Site], tmp_path: Path) -> None:
-    # one image, again and again: its noise would average out
+def test_more_rows_than_the_run_accounts_for_are_refused(site: Site, tmp_path: Path) -> None:
+    """The server asks for one image again and again, whose noise would average out."""
     images = torch.zeros(toys.PUBLIC + 1, dtype=torch.int64)
-    answer = at(there[0], tmp_path)(asked(setting(**PRIVACY), subset=images))
-    assert answer.failure == "the request asks for 51 rows of logits, where the run has 50"
-    assert not answer.content
-    assert (
-        logits(at(there[0], tmp_path)(asked(setting(**PRIVACY), subset=images[1:]))).shape[0]
-        == toys.PUBLIC
-    )
+
+    refusal = started(site, tmp_path)(request_of(setting(**PRIVACY), subset=images))
+    answer = started(site, tmp_path)(request_of(setting(**PRIVACY), subset=images[1:]))
+
+    assert refusal.failure == "the request asks for 51 rows of logits, where the run has 50"
+    assert not refusal.content
+    assert len(logits(answer)) == toys.PUBLIC
 
 
-def test_a_site_refuses_what_is_beyond_the_budget_whatever_the_server_says(
-    there: list[Site], tmp_path: Path
+def test_a_site_refuses_a_request_beyond_the_budget_by_its_records(
+    site: Site, tmp_path: Path
 ) -> None:
-    """It counts what it has sent itself: one upload goes, the second would be too much."""
-    one = Privacy(**PRIVACY).spent(toys.PUBLIC)
-    experiment = setting(**PRIVACY, epsilon=one)
-    site = at(there[0], tmp_path)
-    assert logits(site(asked(experiment))).shape[0] == toys.PUBLIC
-    assert logits(site(asked(experiment))).shape[0] == toys.PUBLIC, "the kept answer costs nothing"
-    later = at(there[0], tmp_path)(asked(experiment, replace(FIRST, round=2)))
+    """One upload is within the budget, the second is not; the stored answer costs nothing."""
+    experiment = setting(**PRIVACY, epsilon=Privacy(**PRIVACY).spent(toys.PUBLIC))
+    executor = started(site, tmp_path)
+
+    assert len(logits(executor(request_of(experiment)))) == toys.PUBLIC
+    assert len(logits(executor(request_of(experiment)))) == toys.PUBLIC
+    refusal = started(site, tmp_path)(request_of(experiment, replace(LOCAL, round=2)))
+
     assert (
-        later.failure
+        refusal.failure
         == "50 more rows of logits would cost this site more than privacy.epsilon allows it"
     )
-    assert not later.content
+    assert not refusal.content
+
+
+@dataclass(frozen=True)
+class StageRequest:
+    """A request as a message to a node."""
+
+    node: int
+    header: str
+
+    @classmethod
+    def of(cls, node: int, data: Parcel) -> StageRequest | None:
+        """The request of a message, or None if the message is no request."""
+        message = parsed(data)
+        if message.metadata.message_type != "train.stage":
+            return None
+        return cls(node, str(message.content.config_records["header"]["json"]))
+
+    @property
+    def round_and_stage(self) -> list[int]:
+        """The round and the stage's position in it."""
+        return json.loads(self.header)["stage"][:2]
+
+
+class LosingGrid(LoopbackGrid):
+    """Every node's first reply in a stage is lost after it has left the node."""
+
+    def __init__(self, executors: Mapping[int, StageExecutor]) -> None:
+        super().__init__(executor_app(executors), list(executors))
+        self.replies: dict[StageRequest, list[Parcel]] = {}
+
+    def deliver(self, node: int, data: Parcel) -> Parcel | None:
+        from flwr.app import Error, Message
+
+        reply = super().deliver(node, data)
+        request = StageRequest.of(node, data)
+        if request is None or reply is None:
+            return reply
+        replies = self.replies.setdefault(request, [])
+        replies.append(reply)
+        if len(replies) == 1:
+            return serialised(Message(Error(4, "gone"), reply_to=parsed(data)))
+        return reply
+
+
+def noise_of(answer: Parcel) -> bytes:
+    """The encoded payload of an answer."""
+    _, payload = header_and_payload(parsed(answer).content, MESSAGE_BYTES)
+    return encode(payload)
 
 
 def test_an_answer_that_was_lost_is_sent_again_with_the_same_noise(
-    there: list[Site], tmp_path: Path
+    sites: list[Site], tmp_path: Path
 ) -> None:
-    from flwr.app import Error, Message
+    executors = {site.client: started(site, tmp_path / str(site.client)) for site in sites}
+    grid = LosingGrid(executors)
 
-    class Losing(LoopbackGrid):
-        """Every node's first reply in a stage is lost, when it has left the node."""
+    run(at_sites(setting(**PRIVACY)), tmp_path / "run", toys.blobs(), grid=grid)
 
-        def deliver(self, node: int, data: Parcel) -> Parcel | None:
-            reply, message = super().deliver(node, data), parsed(data)
-            if message.metadata.message_type != "train.stage" or reply is None:
-                return reply
-            answers.setdefault(
-                (node, str(message.content.config_records["header"]["json"])), []
-            ).append(reply)
-            lost = len(answers[node, str(message.content.config_records["header"]["json"])]) == 1
-            return serialised(Message(Error(4, "gone"), reply_to=message)) if lost else reply
-
-    answers: dict[tuple[int, str], list[Parcel]] = {}
-    executors = {s.client: at(s, tmp_path / str(s.client)) for s in there}
-    app = client_app(
-        lambda c: (c.node_config["partition-id"], executors[c.node_config["partition-id"]]), 1 << 30
-    )
-    experiment = replace(setting(**PRIVACY), engine="flower", flower=dict(SITES))
-    run(experiment, tmp_path / "run", toys.blobs(), grid=Losing(app, range(CLIENTS)))
-    events = read_journal(tmp_path / "run" / "journal.jsonl")
-    assert not [e for e in events if "refused" in e and "client" in e]
-    assert all(len(each) == 2 for each in answers.values())
-    for lost, came in answers.values():
-        left, right = (
-            header_and_payload(parsed(data).content, 1 << 30)[1] for data in (lost, came)
-        )
-        assert encode(left) == encode(right)
-    told = [e["privacy"]["epsilon"] for e in events if e["event"] == "round"]
-    assert told == [[Privacy(**PRIVACY).spent(toys.PUBLIC, k)] * CLIENTS for k in (1, 2)]
+    assert not refusals(tmp_path / "run")
+    assert grid.replies
+    for lost_reply, second_reply in grid.replies.values():
+        assert noise_of(lost_reply) == noise_of(second_reply)
+    rounds = journal_events(tmp_path / "run", event="round")
+    epsilons = [event["privacy"]["epsilon"] for event in rounds]
+    after_one_upload = Privacy(**PRIVACY).spent(toys.PUBLIC)
+    after_two_uploads = Privacy(**PRIVACY).spent(toys.PUBLIC, 2)
+    assert epsilons == [[after_one_upload] * CLIENTS, [after_two_uploads] * CLIENTS]
 
 
-def test_a_server_that_was_killed_after_it_asked_resumes_with_the_noise_that_was_drawn(
-    there: list[Site], tmp_path: Path
+class KilledServerGrid(LoopbackGrid):
+    """The server ends when the last node has answered the first stage of round 2."""
+
+    def __init__(self, executors: Mapping[int, StageExecutor]) -> None:
+        super().__init__(executor_app(executors), list(executors))
+        self.answered: list[list[int]] = []
+
+    def deliver(self, node: int, data: Parcel) -> Parcel | None:
+        reply = super().deliver(node, data)
+        request = StageRequest.of(node, data)
+        if request is not None:
+            self.answered.append(request.round_and_stage)
+            if self.answered.count([2, 0]) == CLIENTS:
+                raise KeyboardInterrupt
+        return reply
+
+
+def test_a_killed_server_resumes_with_the_noise_that_sites_have_drawn(
+    sites: list[Site], tmp_path: Path
 ) -> None:
-    class Killed(LoopbackGrid):
-        """The server ends when the last node has answered in round 2."""
-
-        def deliver(self, node: int, data: Parcel) -> Parcel | None:
-            reply, message = super().deliver(node, data), parsed(data)
-            if message.metadata.message_type == "train.stage":
-                stage = json.loads(message.content.config_records["header"]["json"])["stage"]
-                answered.append((stage[0], stage[1]))
-                if answered.count((2, 0)) == CLIENTS:
-                    raise KeyboardInterrupt
-            return reply
-
-    answered: list[tuple[int, int]] = []
-    executors = {s.client: at(s, tmp_path / str(s.client)) for s in there}
-    app = client_app(
-        lambda c: (c.node_config["partition-id"], executors[c.node_config["partition-id"]]), 1 << 30
-    )
-    experiment = replace(setting(**PRIVACY), engine="flower", flower=dict(SITES))
+    executors = {site.client: started(site, tmp_path / str(site.client)) for site in sites}
+    experiment = at_sites(setting(**PRIVACY))
+    killed_server = KilledServerGrid(executors)
     with pytest.raises(KeyboardInterrupt):
-        run(experiment, tmp_path / "run", toys.blobs(), grid=Killed(app, range(CLIENTS)))
-    kept = {p: p.read_bytes() for p in tmp_path.rglob("0000002-0000000.reply")}
-    assert len(kept) == CLIENTS
-    resume(tmp_path / "run", toys.blobs(), grid=LoopbackGrid(app, range(CLIENTS)))
-    assert {p: p.read_bytes() for p in kept} == kept, "no site worked again"
-    events = read_journal(tmp_path / "run" / "journal.jsonl")
-    assert not [e for e in events if "refused" in e and "client" in e]
-    assert [e for e in events if e["event"] == "round"][-1]["privacy"]["epsilon"] == [
-        Privacy(**PRIVACY).spent(toys.PUBLIC, 2)
-    ] * CLIENTS
+        run(experiment, tmp_path / "run", toys.blobs(), grid=killed_server)
+    stored = {path: path.read_bytes() for path in tmp_path.rglob("0000002-0000000.reply")}
+    assert len(stored) == CLIENTS
+
+    resume(tmp_path / "run", toys.blobs(), grid=executor_grid(executors))
+
+    assert {path: path.read_bytes() for path in stored} == stored, "no site worked again"
+    assert not refusals(tmp_path / "run")
+    last_round = journal_events(tmp_path / "run", event="round")[-1]
+    epsilon = Privacy(**PRIVACY).spent(toys.PUBLIC, 2)
+    assert last_round["privacy"]["epsilon"] == [epsilon] * CLIENTS
 
 
-def test_secret_draws_are_normal_and_come_from_the_operating_system(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_secret_draws_are_normal_and_independent_of_the_seed() -> None:
     torch.manual_seed(1)
-    one = secret_normal((300, 100))
+    first = secret_normal((300, 100))
     torch.manual_seed(1)
-    other = secret_normal((300, 100))
-    assert one.shape == (300, 100)
-    assert one.dtype == torch.float64
-    assert not torch.equal(one, other), "no seed repeats them"
-    assert kstest(torch.cat([one, other]).flatten().numpy(), "norm").pvalue > 1e-6
+    second = secret_normal((300, 100))
+
+    assert first.shape == (300, 100)
+    assert first.dtype == torch.float64
+    assert not torch.equal(first, second)
+    assert kstest(torch.cat([first, second]).flatten().numpy(), "norm").pvalue > 1e-6
 
 
-def secret(word: int) -> float:
-    """One draw from one word of 64 bits, by another way than the code's: a bisection of erfc."""
-    from math import erfc, sqrt
-
-    below, sign = ((word >> 1) + 0.5) * 2.0**-64, 1 if word & 1 else -1
-    low, high = -40.0, 0.0
+def secret_draw(word: int) -> float:
+    """The draw of a word of 64 bits: the lowest bit is its sign, and a bisection of erfc inverts
+    the distribution at the other bits.
+    """
+    probability = ((word >> 1) + 0.5) * 2.0**-64
+    low = -40.0
+    high = 0.0
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if 0.5 * erfc(-middle / sqrt(2)) < below else (low, middle)
-    return sign * low
+        if 0.5 * erfc(-middle / sqrt(2)) < probability:
+            low = middle
+        else:
+            high = middle
+
+    if word & 1:
+        return low
+    return -low
 
 
 def test_a_draw_is_the_inverse_of_the_normal_distribution_at_the_systems_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words = [0, 1, 2**64 - 1, 2**64 - 2, 2**63, 12345678901234567890, 3, 2**32]
-    drawn: list[int] = []
-    monkeypatch.setattr(
-        wire_privacy.os,
-        "urandom",
-        lambda size: drawn.append(size) or b"".join(w.to_bytes(8, "little") for w in words),
-    )
-    found = secret_normal((2, 4)).flatten().tolist()
-    assert drawn == [64]
-    assert found == pytest.approx([secret(w) for w in words], rel=1e-9, abs=1e-12)
-    assert max(found) > 9
+    requested_bytes = []
+
+    def urandom(size: int) -> bytes:
+        requested_bytes.append(size)
+        return b"".join(word.to_bytes(8, "little") for word in words)
+
+    monkeypatch.setattr(wire_privacy.os, "urandom", urandom)
+
+    draws = secret_normal((2, 4)).flatten().tolist()
+
+    assert requested_bytes == [64]
+    assert draws == pytest.approx([secret_draw(word) for word in words], rel=1e-9, abs=1e-12)
+    assert max(draws) > 9
 
 
-TRAIN = Stage(1, 0, "train", tuple(range(CLIENTS)))
+def private_training(**privacy: float) -> Experiment:
+    """Training with noise on gradients."""
+    table = {"gradient_clip": 0.5, "gradient_noise": 1.0, **privacy}
+    return setting().with_values({"method": "fedavg", "privacy": table}, "test")
 
 
-def trains_privately(**privacy: float) -> Experiment:
-    own = {"gradient_clip": 0.5, "gradient_noise": 1.0, **privacy}
-    return setting().with_values({"method": "fedavg", "privacy": own}, "test")
+def training_request(experiment: Experiment) -> Request:
+    """The request of round 1, with the initial model."""
+    initial = prepared(experiment).world.initial(0)
+    return replace(request_of(experiment, TRAIN), payload=Payload(params=initial))
 
 
-def trained(site: StageExecutor, experiment: Experiment, stage: Stage = TRAIN) -> SiteReply:
-    request = asked(experiment, stage)
-    ready = prepare(resolve(experiment.with_values({"data.name": "blobs"}, "test")), toys.blobs())
-    return site(replace(request, payload=Payload(params=ready.world.initial(0))))
+def equal_names(first: Tensors, second: Tensors) -> list[str]:
+    """The parameters that two models have in common."""
+    return [name for name, value in first.items() if torch.equal(value, second[name])]
 
 
-def test_private_training_at_a_site_draws_what_no_seed_repeats_answers_once_and_keeps_its_budget(
-    there: list[Site], tmp_path: Path
+def test_noise_of_private_training_is_secret_drawn_once_and_within_the_budget(
+    site: Site, tmp_path: Path
 ) -> None:
     pytest.importorskip("opacus")
-    experiment, sites = trains_privately(), [at(there[0], tmp_path / n) for n in ("one", "two")]
-    first, other = (trained(site, experiment) for site in sites)
-    assert (first.failure, other.failure) == ("", "")
-    assert not any(
-        torch.equal(v, other.content.params[k]) for k, v in first.content.params.items()
-    ), "not the run's seed"
-    again = trained(at(there[0], tmp_path / "one"), experiment)
-    assert all(torch.equal(v, again.content.params[k]) for k, v in first.content.params.items()), (
-        "the kept answer"
-    )
-    changed = replace(
-        asked(experiment, TRAIN),
-        payload=Payload(params={k: v + 1 for k, v in first.content.params.items()}),
-    )
-    assert "answers no other request for it" in at(there[0], tmp_path / "one")(changed).failure
-    (noted,) = (tmp_path / "one").rglob("noised")
-    assert int(noted.read_text().split(":")[1]) > 0, "its steps"
+    request = training_request(private_training())
 
-    tight = trains_privately(epsilon=0.5)
-    refused = trained(at(there[0], tmp_path / "tight"), tight)
-    assert refused.failure.endswith(
+    answer = started(site, tmp_path / "one")(request)
+    independent = started(site, tmp_path / "two")(request)
+    repeated = started(site, tmp_path / "one")(request)
+
+    assert answer.failure == ""
+    assert independent.failure == ""
+    params = answer.content.params
+    assert equal_names(params, independent.content.params) == [], "the run's seed draws no noise"
+    assert equal_names(params, repeated.content.params) == list(params), "the answer is stored"
+
+    moved = {name: value + 1 for name, value in params.items()}
+    changed = replace(request, payload=Payload(params=moved))
+    assert "answers no other request for it" in started(site, tmp_path / "one")(changed).failure
+    (cost,) = (tmp_path / "one").rglob("noised")
+    steps = int(cost.read_text().split(":")[1])
+    assert steps > 0
+
+    refusal = started(site, tmp_path / "tight")(training_request(private_training(epsilon=0.5)))
+    assert refusal.failure.endswith(
         "more steps would cost this site more than privacy.epsilon allows it"
     )
-    assert not refused.content
+    assert not refusal.content
 
 
-def test_a_kept_answer_costs_what_it_had_even_if_the_site_has_more_data_by_then(
-    there: list[Site], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_stored_answer_has_its_original_cost_even_if_the_site_has_more_data_meanwhile(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The site stopped after it had stored the reply and before it noted the cost."""
     pytest.importorskip("opacus")
-    experiment, place = trains_privately(), tmp_path / "one"
-    trained(at(there[0], place), experiment)
-    (noted,) = place.rglob("noised")
-    said = noted.read_text()
-    noted.unlink()  # the site stopped when the reply was kept, and its cost was not yet noted
+    request = training_request(private_training())
+    started(site, tmp_path)(request)
+    (cost,) = tmp_path.rglob("noised")
+    original_cost = cost.read_text()
+    cost.unlink()
 
-    monkeypatch.setattr(SiteViews, "training_size", lambda *of: 1_000_000)
-    assert trained(at(there[0], place), experiment).failure == ""
-    assert noted.read_text() == said
+    monkeypatch.setattr(SiteViews, "training_size", lambda *_: 1_000_000)
+
+    assert started(site, tmp_path)(request).failure == ""
+    assert cost.read_text() == original_cost
