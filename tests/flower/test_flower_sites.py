@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import fedstill
 import toys
@@ -20,7 +21,9 @@ from fedstill.config.settings import Settings
 from fedstill.core.errors import BadPayload, ConfigError
 from fedstill.core.files import digest
 from fedstill.core.label_counts import census_stage
-from fedstill.core.records import Payload, Stage
+from fedstill.core.records import Payload, Stage, Tensors
+from fedstill.data.dataset import Dataset
+from fedstill.data.sources import from_tensors, load_dataset
 from fedstill.flower import messages
 from fedstill.flower.facts import Facts
 from fedstill.flower.messages import (
@@ -30,76 +33,109 @@ from fedstill.flower.messages import (
     answer_content,
     header_and_payload,
 )
-from fedstill.flower.site import StageExecutor
+from fedstill.flower.site import ClientFiles, StageExecutor
+from fedstill.flower.site_data import labels_of, read_in_form
 from fedstill.flower.site_settings import Site, files_in, load_site
-from fedstill.running.preparation import prepare
-from flowers import needs_flower
+from fedstill.running.preparation import Prepared, prepare
+from flowers import needs_flower, saved_data
 
 CLIENTS = 3
+TRAIN = Stage(1, 0, "train", tuple(range(CLIENTS)))
 
 
 def settings_of(method: Any = "fedavg", **changes: Any) -> Settings:
+    """Settings of a run over Flower in which all clients act."""
     topology = {"clients": CLIENTS, "sampled": CLIENTS, **changes.pop("topology", {})}
+    data = {"name": "blobs", **changes.pop("data", {})}
     experiment = toys.toy(method, topology=topology, **changes)
-    return resolve(
-        replace(experiment, engine="flower", data={"name": "blobs", **changes.get("data", {})})
-    )
+    return resolve(replace(experiment, engine="flower", data=data))
 
 
-def request_of(settings: Settings, client: int = 0, **changes: Any) -> Request:
+def request_of(settings: Settings, **changes: Any) -> Request:
+    """The request of round 1 to client 0; ``changes`` are fields of the request."""
     config = settings.toml
-    ready = prepare(settings, toys.blobs())
-    down = Payload(params=ready.world.initial(client))
-    stage = Stage(1, 0, "train", tuple(range(CLIENTS)))
-    made = Request(
-        fedstill.__version__, config, digest(config.encode()), "run1", client, stage, payload=down
+    initial = prepare(settings, toys.blobs()).world.initial(0)
+    request = Request(
+        fedstill.__version__,
+        config,
+        digest(config.encode()),
+        run="run1",
+        client=0,
+        stage=TRAIN,
+        payload=Payload(params=initial),
     )
-    return replace(made, **changes)
+    return replace(request, **changes)
+
+
+def with_config(request: Request, config: str) -> Request:
+    """The request with another configuration and its SHA-256."""
+    return replace(request, config=config, sha=digest(config.encode()))
 
 
 def executor(tmp_path: Path, **site: Any) -> StageExecutor:
+    """A site of client 0 that has the toy images."""
     return StageExecutor(Site(0, tmp_path / "memory", **site), toys.blobs(), shows_reasons=True)
 
 
-def test_a_request_is_answered_and_the_same_one_again_from_the_kept_reply(tmp_path: Path) -> None:
+def own_data_executor(tmp_path: Path, **site: Any) -> StageExecutor:
+    """A site of client 0 with data of its own, or without data."""
+    return StageExecutor(Site(0, tmp_path / "memory", **site), shows_reasons=True)
+
+
+def equal_names(first: Tensors, second: Tensors) -> list[str]:
+    """The parameters that are equal in two models."""
+    return [name for name, value in first.items() if torch.equal(value, second[name])]
+
+
+def test_a_repeated_request_gets_the_stored_reply(tmp_path: Path) -> None:
     request = request_of(settings_of())
-    first = executor(tmp_path)(request)
-    assert first.failure == ""
-    assert first.examples > 0
-    (kept,) = tmp_path.rglob("*.reply")
-    before = kept.stat().st_mtime_ns
-    again = executor(tmp_path)(request)
-    assert kept.stat().st_mtime_ns == before
-    assert again.header() == first.header(), "seconds and all: it is the kept one"
-    assert all(
-        torch.equal(again.content.params[k], first.content.params[k]) for k in first.content.params
-    )
+    reply = executor(tmp_path)(request)
+    (stored,) = tmp_path.rglob("*.reply")
+    written_at = stored.stat().st_mtime_ns
+
+    repeated = executor(tmp_path)(request)
+
+    assert reply.failure == ""
+    assert reply.examples > 0
+    assert stored.stat().st_mtime_ns == written_at
+    assert repeated.header() == reply.header(), "its seconds are those of the stored reply"
+    params = reply.content.params
+    assert equal_names(params, repeated.content.params) == list(params)
 
 
 def test_a_trial_reads_no_file_of_a_site_that_its_operator_has_not_listed(tmp_path: Path) -> None:
-    """Else a server could have any table on the site's disk trained on, and ask for its label
-    counts.
-    """
-    rows = [f"{30 + i % 40},{180 + i % 90},{'yes' if i % 4 == 0 else 'no'}" for i in range(120)]
-    private = tmp_path / "patients.csv"
-    private.write_text("\n".join(["age,chol,sick", *rows]) + "\n")
-    asked = toys.toy(topology={"clients": 1}, data={"name": str(private), "label_column": "sick"})
-    settings = resolve(replace(asked, engine="flower", model={"name": "mlp", "hidden": [4]}))
-    world, config = prepare(settings).world, settings.toml
-    stage, down = Stage(1, 0, "train", (0,)), Payload(params=world.initial(0))
+    """Else a server could train on any table of the site's disk, and ask for its label counts."""
+    table = tmp_path / "patients.csv"
+    lines = ["age,chol,sick"]
+    for row in range(120):
+        sick = "yes" if row % 4 == 0 else "no"
+        lines.append(f"{30 + row % 40},{180 + row % 90},{sick}")
+    table.write_text("\n".join(lines) + "\n")
+    experiment = toys.toy(
+        topology={"clients": 1},
+        data={"name": str(table), "label_column": "sick"},
+        model={"name": "mlp", "hidden": [4]},
+    )
+    settings = resolve(replace(experiment, engine="flower"))
+    initial = prepare(settings).world.initial(0)
+    config = settings.toml
     request = Request(
-        fedstill.__version__, config, digest(config.encode()), "run1", 0, stage, payload=down
+        fedstill.__version__,
+        config,
+        digest(config.encode()),
+        run="run1",
+        client=0,
+        stage=Stage(1, 0, "train", (0,)),
+        payload=Payload(params=initial),
     )
-    answer = StageExecutor(Site(0, tmp_path / "memory"), shows_reasons=True)(request)
-    assert "has this site read" in answer.failure
-    assert "patients.csv" in answer.failure
-    assert not answer.content
-    assert (
-        StageExecutor(Site(0, tmp_path / "memory", files=(str(private),)), shows_reasons=True)(
-            request
-        ).failure
-        == ""
-    )
+
+    refusal = own_data_executor(tmp_path)(request)
+    answer = own_data_executor(tmp_path, files=(str(table),))(request)
+
+    assert "has this site read" in refusal.failure
+    assert "patients.csv" in refusal.failure
+    assert not refusal.content
+    assert answer.failure == ""
 
 
 def test_fifty_thousand_columns_fit_a_request_and_the_server_names_what_does_not() -> None:
@@ -116,47 +152,48 @@ def test_fifty_thousand_columns_fit_a_request_and_the_server_names_what_does_not
         replace(request, facts={"columns": names * 30}).header()
 
 
-def test_what_a_configuration_has_a_site_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder and that of ``FEDSTILL_DATA``, with three folders in it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDSTILL_DATA", str(tmp_path))
     for name in ("owner/here", "kept.json", "wards"):
         (tmp_path / name).mkdir(parents=True)
-    by_name = {"name": "digits", "public_from": "noise", "tokenizer": "words"}
-    for data in (
-        {},
-        by_name,
-        {"name": "ham10000_28"},
-        {"name": "owner/away", "public_from": "train"},
-    ):
-        assert files_in({"data": data}) == []
-    for key, value in {
-        "name": "wards",
-        "folder": "/data",
-        "public_from": "~/scans",
-        "tokenizer": "t.json",
-    }.items():
-        assert files_in({"data": {**by_name, key: value}}) == [value]
+    return tmp_path
+
+
+BY_NAME = {"name": "digits", "public_from": "noise", "tokenizer": "words"}
+
+
+@pytest.mark.usefixtures("data_folder")
+def test_files_that_a_configuration_has_a_site_read(tmp_path: Path) -> None:
+    """Known names, names of the hub, and a model that the server sends are no files."""
+    assert files_in({"data": {}}) == []
+    assert files_in({"data": BY_NAME}) == []
+    assert files_in({"data": {"name": "ham10000_28"}}) == []
+    assert files_in({"data": {"name": "owner/away", "public_from": "train"}}) == []
+    assert files_in({"data": BY_NAME, "start_from": "runs/one"}) == []
+
+    assert files_in({"data": {**BY_NAME, "name": "wards"}}) == ["wards"]
+    assert files_in({"data": {**BY_NAME, "folder": "/data"}}) == ["/data"]
+    assert files_in({"data": {**BY_NAME, "public_from": "~/scans"}}) == ["~/scans"]
+    assert files_in({"data": {**BY_NAME, "tokenizer": "t.json"}}) == ["t.json"]
     assert files_in({"data": "owner/here"}) == ["owner/here"]
-    assert files_in({"data": by_name, "start_from": "runs/one"}) == [], "the server sends it"
-    there = str(tmp_path / "kept.json")
-    assert files_in({"partition": {"kind": "kept", "file": there}, "model": {"name": "a/b"}}) == [
-        there
-    ]
-    assert files_in({"data": {"features_of": {"name": "timm/net", "file": there}}}) == [there]
+
+    file = str(tmp_path / "kept.json")
+    partition = {"kind": "kept", "file": file}
+    assert files_in({"partition": partition, "model": {"name": "a/b"}}) == [file]
+    assert files_in({"data": {"features_of": {"name": "timm/net", "file": file}}}) == [file]
 
 
-def test_a_request_for_the_same_stage_with_another_content_is_worked_out_anew(
-    tmp_path: Path,
-) -> None:
+def test_a_request_for_the_same_stage_with_another_content_is_computed(tmp_path: Path) -> None:
     request = request_of(settings_of())
-    first = executor(tmp_path)(request)
-    moved = Payload(params={k: v + 1 for k, v in request.payload.params.items()})
-    second = executor(tmp_path)(replace(request, payload=moved))
-    assert not all(
-        torch.equal(second.content.params[k], first.content.params[k]) for k in first.content.params
-    )
+    moved = {name: value + 1 for name, value in request.payload.params.items()}
+
+    first = executor(tmp_path)(request).content.params
+    second = executor(tmp_path)(replace(request, payload=Payload(params=moved))).content.params
+
+    assert len(equal_names(first, second)) < len(first)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -209,18 +246,20 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_it_refuses_with_one_line(what: str, tmp_path: Path) -> None:
-    changes, site, line = REFUSED[what]
+@pytest.mark.parametrize(("changes", "site", "reason"), REFUSED.values(), ids=REFUSED)
+def test_a_site_refuses_a_request_with_one_line(
+    changes: dict[str, Any], site: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
     answer = executor(tmp_path, **site)(request_of(settings_of(), **changes))
+
     assert answer.examples == 0
     assert not answer.content
-    with pytest.raises(AssertionError, match=line):
-        raise AssertionError(answer.failure)
+    assert re.search(reason, answer.failure), answer.failure
+    assert "\n" not in answer.failure
 
 
 @pytest.mark.parametrize(
-    "settings",
+    "changes",
     [
         {"method": "toy_logits", "data": {"public": toys.PUBLIC}},
         {"plan": {"epochs": 1, "class_weights": "balanced_overall"}},
@@ -228,24 +267,27 @@ def test_it_refuses_with_one_line(what: str, tmp_path: Path) -> None:
     ids=["for the method", "for class weights"],
 )
 def test_a_census_is_answered_where_the_run_needs_it(
-    settings: dict[str, object], tmp_path: Path
+    changes: dict[str, object], tmp_path: Path
 ) -> None:
-    settings = settings_of(**settings, rounds=2)
+    settings = settings_of(**changes, rounds=2)
     ready = prepare(settings, toys.blobs())
     request = request_of(settings, stage=census_stage(ready.world), payload=Payload())
+
     answer = executor(tmp_path)(request)
+
     assert answer.content.tensor("labels").tolist() == ready.sites.label_counts(0).tolist()
 
 
 def test_a_site_takes_no_part_in_a_run_with_a_measure_that_it_refuses(tmp_path: Path) -> None:
     request = request_of(settings_of(measure=("contributions",)))
-    assert executor(tmp_path)(request).failure == ""
     refusing = executor(tmp_path, refuse=("contributions",))
+
+    assert executor(tmp_path)(request).failure == ""
     assert "'contributions'" in refusing(request).failure
     assert refusing(request_of(settings_of())).failure == ""
 
 
-OWN = """
+CODE = """
 from dataclasses import dataclass
 from fedstill.methods.fedavg import FedAvg
 
@@ -255,82 +297,85 @@ open({marker!r}, "w").close()
 class Mine(FedAvg):
     pass
 """
+"""A method in a file, which creates the file ``marker`` when it is imported."""
 
 
 def test_code_runs_only_where_the_site_lists_it(tmp_path: Path) -> None:
-    marker, file = tmp_path / "imported", tmp_path / "mine.py"
-    file.write_text(OWN.format(marker=str(marker)))
+    """A refused file is not even imported."""
+    marker = tmp_path / "imported"
+    file = tmp_path / "mine.py"
+    file.write_text(CODE.format(marker=str(marker)))
     name = f"{file}:Mine"
     request = request_of(settings_of())
     config = request.config.replace('name = "fedavg"', f'name = "{name}"')
-    request = replace(request, config=config, sha=digest(config.encode()))
-    assert "names code, " in (why := executor(tmp_path)(request).failure)
-    assert "does not list under imports" in why
-    assert not marker.exists(), "a refused file is not even imported"
+    request = with_config(request, config)
+
+    refusal = executor(tmp_path)(request)
+    assert "names code, " in refusal.failure
+    assert "does not list under imports" in refusal.failure
+    assert not marker.exists()
+
     assert executor(tmp_path, imports=(name,))(request).failure == ""
     assert marker.exists()
 
 
 @pytest.mark.parametrize(
-    "edit",
+    ("line", "changed"),
     [("seed = 7", "seed = 7.5"), ("seed = 7", "sede = 7"), ("rounds = 3", "rounds = 3\nx = 1")],
 )
-def test_a_configuration_that_does_not_resolve_here_is_refused(
-    edit: tuple[str, str], tmp_path: Path
+def test_a_configuration_that_does_not_resolve_at_the_site_is_refused(
+    line: str, changed: str, tmp_path: Path
 ) -> None:
     request = request_of(settings_of())
-    config = request.config.replace(*edit)
+    config = request.config.replace(line, changed)
     assert config != request.config
-    answer = executor(tmp_path)(replace(request, config=config, sha=digest(config.encode())))
+
+    answer = executor(tmp_path)(with_config(request, config))
+
     assert answer.failure
 
 
 def test_a_configuration_that_resolves_to_something_else_is_refused(tmp_path: Path) -> None:
     request = request_of(settings_of())
     config = request.config.replace("measure_every = 2\n", "")
-    answer = executor(tmp_path)(replace(request, config=config, sha=digest(config.encode())))
+
+    answer = executor(tmp_path)(with_config(request, config))
+
     assert "other values" in answer.failure
 
 
-def own_data(folder: Path, ready: Any, client: int, test: Any) -> Path:
-    """A client's part of the blobs as a site's own folder."""
-    part = ready.sites.train.take(ready.sites.positions(client))
-    folder.mkdir(parents=True)
-    arrays = {"train": part, "test": test}
-    named = {f"{s}_images": e.values[:, 0].numpy() for s, e in arrays.items()}
-    np.savez(
-        folder / "data.npz", **named, **{f"{s}_labels": e.labels.numpy() for s, e in arrays.items()}
-    )
-    return folder
+def own_data(folder: Path, ready: Prepared) -> str:
+    """A folder with the part of client 0 and the test set."""
+    part = ready.sites.train.take(ready.sites.positions(0))
+    return saved_data(folder, part, ready.dataset.test)
 
 
 def on_sites(method: Any = "fedavg", **changes: Any) -> Settings:
+    """Settings of a run whose sites have data of their own."""
     settings = settings_of(method, **changes)
-    tree = {
-        **settings.tree,
-        "flower": {**settings.flower.table, "federation": "/federation", "data": "sites"},
-    }
-    return resolve(Experiment(**tree))
+    flower = {**settings.flower.table, "federation": "/federation", "data": "sites"}
+    return resolve(Experiment(**{**settings.tree, "flower": flower}))
+
+
+def facts_of(settings: Settings) -> dict[str, Any]:
+    """The facts that a server with the toy images sends."""
+    return Facts.known_by(prepare(settings, toys.blobs())).plain()
 
 
 def test_on_its_own_data_a_site_gives_the_bits_of_the_simulation_and_keeps_its_labels(
     tmp_path: Path,
 ) -> None:
     ready = prepare(settings_of(), toys.blobs())
-    simulated = executor(tmp_path / "a")(request_of(ready.settings))
-    folder = own_data(tmp_path / "own", ready, 0, toys.blobs().test)
+    simulated = executor(tmp_path / "simulated")(request_of(ready.settings))
     settings = on_sites()
-    facts = Facts.known_by(prepare(settings, toys.blobs())).plain()
-    request = request_of(settings, facts=facts)
-    answer = StageExecutor(Site(0, tmp_path / "memory", data=str(folder)), shows_reasons=True)(
-        request
-    )
+    request = request_of(settings, facts=facts_of(settings))
+
+    answer = own_data_executor(tmp_path, data=own_data(tmp_path / "own", ready))(request)
+
     assert answer.failure == ""
     assert answer.examples == simulated.examples
-    assert all(
-        torch.equal(answer.content.params[k], simulated.content.params[k])
-        for k in simulated.content.params
-    )
+    params = simulated.content.params
+    assert equal_names(params, answer.content.params) == list(params)
     assert 0 <= answer.metrics["site_accuracy"] <= 1
     assert "label_counts" not in answer.metrics
 
@@ -343,7 +388,8 @@ def normed(num_classes):
 """  # noqa: E501
 
 
-def test_at_a_site_a_left_over_example_joins_the_batch_before_it(tmp_path: Path) -> None:
+def test_at_a_site_a_single_last_example_joins_the_batch_before_it(tmp_path: Path) -> None:
+    """Batch normalisation cannot train on one example."""
     file = tmp_path / "normed.py"
     file.write_text(NORMED)
     model = f"{file}:normed"
@@ -351,75 +397,71 @@ def test_at_a_site_a_left_over_example_joins_the_batch_before_it(tmp_path: Path)
     ready = prepare(settings_of(**changes), toys.blobs())
     size = ready.sites.size(0)
     assert size % 33 == 1
-    folder = own_data(tmp_path / "own", ready, 0, toys.blobs().test)
+    simulated = executor(tmp_path / "simulated", imports=(model,))(request_of(ready.settings))
     settings = on_sites(**changes)
-    facts = Facts.known_by(prepare(settings, toys.blobs())).plain()
-    site = Site(0, tmp_path / "memory", data=str(folder), imports=(model,))
-    answer = StageExecutor(site, shows_reasons=True)(request_of(settings, facts=facts))
+    request = request_of(settings, facts=facts_of(settings))
+    data = own_data(tmp_path / "own", ready)
+
+    answer = own_data_executor(tmp_path, data=data, imports=(model,))(request)
+
     assert answer.failure == ""
     assert answer.metrics["steps"] == size // 33
-    simulated = executor(tmp_path / "simulated", imports=(model,))(request_of(ready.settings))
-    for name, value in simulated.content.params.items():
-        assert torch.equal(answer.content.params[name], value), name
+    params = simulated.content.params
+    assert equal_names(params, answer.content.params) == list(params)
     assert "correct_by_class" not in answer.metrics
 
 
 @pytest.mark.parametrize(
-    ("facts", "line"),
+    ("changes", "reason"),
     [
         ({"shape": [3, 4, 4]}, r"images at this site have shape \(1, 4, 4\), not \(3, 4, 4\)"),
         ({"classes": ["a", "b"]}, "has a class '0' that the server does not list"),
     ],
 )
-def test_data_of_another_kind_are_refused(facts: dict[str, Any], line: str, tmp_path: Path) -> None:
-    folder = own_data(tmp_path / "own", prepare(settings_of(), toys.blobs()), 0, toys.blobs().test)
+def test_data_of_another_kind_are_refused(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    data = own_data(tmp_path / "own", prepare(settings_of(), toys.blobs()))
     settings = on_sites()
-    known = {**Facts.known_by(prepare(settings, toys.blobs())).plain(), **facts}
-    answer = StageExecutor(Site(0, tmp_path / "memory", data=str(folder)), shows_reasons=True)(
-        request_of(settings, facts=known)
-    )
-    with pytest.raises(AssertionError, match=line):
-        raise AssertionError(answer.failure)
+    request = request_of(settings, facts={**facts_of(settings), **changes})
+
+    answer = own_data_executor(tmp_path, data=data)(request)
+
+    assert re.search(reason, answer.failure), answer.failure
 
 
 def test_another_public_set_than_the_servers_is_refused(tmp_path: Path) -> None:
-    ready = prepare(settings_of(), toys.blobs())
-    folder = own_data(tmp_path / "own", ready, 0, toys.blobs().test)
+    data = own_data(tmp_path / "own", prepare(settings_of(), toys.blobs()))
     settings = on_sites("toy_logits", data={"public": toys.PUBLIC}, rounds=2)
-    facts = Facts.known_by(prepare(settings, toys.blobs())).plain()
-    stage = Stage(1, 0, "local", (0, 1, 2))
-    request = request_of(settings, facts=facts, stage=stage, payload=Payload())
-    site = Site(0, tmp_path / "memory", data=str(folder))
-    assert "set public" in StageExecutor(site, shows_reasons=True)(request).failure
-    assert (
-        "differs from the server's"
-        in StageExecutor(replace(site, public=str(folder)), shows_reasons=True)(request).failure
-    )
     public = prepare(settings, toys.blobs()).sites.public
     assert public is not None
-    right = tmp_path / "public"
-    right.mkdir()
-    images, labels = public.values[:, 0].numpy(), public.labels.numpy()
-    np.savez(
-        right / "d.npz",
-        train_images=images,
-        train_labels=labels,
-        test_images=images,
-        test_labels=labels,
-    )
-    assert (
-        StageExecutor(replace(site, public=str(right)), shows_reasons=True)(request).failure == ""
-    )
+    public_copy = saved_data(tmp_path / "public", public, public)
+    stage = replace(TRAIN, name="local")
+    request = request_of(settings, facts=facts_of(settings), stage=stage, payload=Payload())
+
+    without = own_data_executor(tmp_path, data=data)(request)
+    other = own_data_executor(tmp_path, data=data, public=data)(request)
+    equal = own_data_executor(tmp_path, data=data, public=public_copy)(request)
+
+    assert "set public" in without.failure
+    assert "differs from the server's" in other.failure
+    assert equal.failure == ""
+
+
+IMAGES = torch.zeros(4, 1, 4, 4, dtype=torch.uint8)
+LABELS = torch.tensor([0, 1, 0, 1])
+
+
+def labelled_images(classes: list[str]) -> Dataset:
+    """Images of a site whose two classes have these names."""
+    return from_tensors("own", (IMAGES, LABELS), (IMAGES, LABELS), classes=classes)
 
 
 def test_class_names_make_labels_the_same_at_all_sites() -> None:
-    from fedstill.data.sources import from_tensors
-    from fedstill.flower.site_data import labels_of
-
-    images, labels = torch.zeros(4, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1, 0, 1])
-    own = from_tensors("own", (images, labels), (images, labels), classes=["melanoma", "naevus"])
+    dataset = labelled_images(["melanoma", "naevus"])
     facts = Facts(("naevus", "keratosis", "melanoma"), (1, 4, 4))
-    assert labels_of(own, own.train, facts).tolist() == [2, 0, 2, 0]
+
+    assert labels_of(dataset, dataset.train, facts).tolist() == [2, 0, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -429,45 +471,39 @@ def test_class_names_make_labels_the_same_at_all_sites() -> None:
 def test_numbers_are_matched_by_name_if_the_run_lists_them(
     classes: tuple[str, ...], labels: list[int]
 ) -> None:
-    from fedstill.data.sources import from_tensors
-    from fedstill.flower.site_data import labels_of
+    dataset = labelled_images(["0", "1"])
+    facts = Facts(classes, (1, 4, 4))
 
-    images, numbers = torch.zeros(4, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1, 0, 1])
-    own = from_tensors("own", (images, numbers), (images, numbers), classes=["0", "1"])
-    assert labels_of(own, own.train, Facts(classes, (1, 4, 4))).tolist() == labels
+    assert labels_of(dataset, dataset.train, facts).tolist() == labels
 
 
 def test_a_site_reads_its_images_as_the_run_does_and_reports_what_it_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from PIL import Image
-
-    from fedstill.flower.site_data import read_in_form
-
+    data = tmp_path / "own"
     for name in ("cat", "dog"):
-        (tmp_path / "own" / name).mkdir(parents=True)
+        (data / name).mkdir(parents=True)
         for number in range(5):
-            Image.new("RGB", (9, 9), 9).save(tmp_path / "own" / name / f"{number}.png")
-        (tmp_path / "own" / name / "5.png").write_bytes(b"no image")
+            Image.new("RGB", (9, 9), 9).save(data / name / f"{number}.png")
+        (data / name / "5.png").write_bytes(b"no image")
     settings = settings_of(data={"name": "digits", "size": 4, "mode": "grey", "broken": "skip"})
-    facts = Facts(("cat", "dog"), (1, 4, 4))
-    own = read_in_form(settings, facts, str(tmp_path / "own"), {})
-    assert own.input_shape == (1, 4, 4)
+
+    dataset = read_in_form(settings, Facts(("cat", "dog"), (1, 4, 4)), str(data), {})
+
+    assert dataset.input_shape == (1, 4, 4)
     assert "2 broken images of 12" in caplog.text
 
 
 def test_class_names_are_the_same_in_every_unicode_form(tmp_path: Path) -> None:
-    from fedstill.data.sources import load_dataset
-    from fedstill.flower.site_data import labels_of
-
     names = ["frei", unicodedata.normalize("NFD", "gestört")]
-    (tmp_path / "own.csv").write_text(
-        "x,label\n" + "".join(f"{i},{names[i % 2]}\n" for i in range(10)), encoding="utf-8"
-    )
-    own = load_dataset(tmp_path / "own.csv")
+    rows = [f"{row},{names[row % 2]}\n" for row in range(10)]
+    file = tmp_path / "own.csv"
+    file.write_text("x,label\n" + "".join(rows), encoding="utf-8")
+    dataset = load_dataset(file)
+
     for form in ("NFC", "NFD"):
         facts = Facts((unicodedata.normalize(form, "gestört"), "frei"), (1,))
-        assert torch.equal(labels_of(own, own.train, facts), 1 - own.train.labels)
+        assert torch.equal(labels_of(dataset, dataset.train, facts), 1 - dataset.train.labels)
 
 
 def test_a_site_toml_is_read_with_paths_relative_to_it_and_wrong_keys_are_named(
@@ -475,8 +511,10 @@ def test_a_site_toml_is_read_with_paths_relative_to_it_and_wrong_keys_are_named(
 ) -> None:
     (tmp_path / "own").mkdir()
     path = tmp_path / "site.toml"
+
     path.write_text('client = 2\nmemory = "memory"\ndata = "own"\n')
     assert load_site(path) == Site(2, tmp_path / "memory", str(tmp_path / "own"))
+
     path.write_text('client = 2\nmemory = "memory"\nacept = []\n')
     with pytest.raises(ConfigError, match=r"'site\.toml\.acept'.*'accept'"):
         load_site(path)
@@ -484,54 +522,54 @@ def test_a_site_toml_is_read_with_paths_relative_to_it_and_wrong_keys_are_named(
 
 @needs_flower
 def test_requests_and_answers_survive_the_wire() -> None:
-    request = request_of(
-        settings_of(), facts={"classes": ["a"]}, memory=("client0-round1-stage0.safetensors", "ab")
+    state_file = ("client0-round1-stage0.safetensors", "ab")
+    request = request_of(settings_of(), facts={"classes": ["a"]}, memory=state_file)
+    reply = SiteReply(
+        client=0,
+        round=1,
+        stage=0,
+        content=Payload(b=torch.ones(2), a=1.5),
+        examples=3,
+        metrics={"loss": {"ce": float("nan")}},
+        memory=("x.safetensors", "y"),
     )
-    back = Request.of(*header_and_payload(Contents().of_request(request), 1 << 30))
-    assert back.digest() == request.digest()
-    assert list(back.payload.params) == list(request.payload.params)
-    answer = SiteReply(
-        0,
-        1,
-        0,
-        Payload(b=torch.ones(2), a=1.5),
-        3,
-        {"loss": {"ce": float("nan")}},
-        ("x.safetensors", "y"),
-    )
-    assert (
-        SiteReply.of(*header_and_payload(answer_content(answer), 1 << 30)).header()
-        == answer.header()
-    )
+
+    request_records = Contents().of_request(request)
+    received_request = Request.of(*header_and_payload(request_records, 1 << 30))
+    received_reply = SiteReply.of(*header_and_payload(answer_content(reply), 1 << 30))
+
+    assert received_request.digest() == request.digest()
+    assert list(received_request.payload.params) == list(request.payload.params)
+    assert received_reply.header() == reply.header()
 
 
 @needs_flower
-def test_messages_that_are_none_of_ours_are_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_malformed_messages_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header is a record of its own, or, if it is large, at the front of the arrays."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
     small = answer_content(SiteReply(0, 1, 0, Payload(a=1)))
     monkeypatch.setattr(messages, "HEADER_BYTES", 0)
     large = answer_content(SiteReply(0, 1, 0, Payload(a=1)))
-    three = ArrayRecord({"0": Array("uint8", (3,), "x", b"abc")})
-    more = {"more": ConfigRecord({})}
-    for bad, line in [
-        (RecordDict({}), "no header"),
-        (RecordDict({**small, **more}), "other records"),
-        (RecordDict({**large, **more}), "other records"),
-        (RecordDict({"header": large["header"]}), "other records"),
-        (RecordDict({**small, "groups": three}), "other records"),
-        (RecordDict({"header": ConfigRecord({"json": "{}", "groups": [3]})}), "other records"),
-        (RecordDict({**large, "header": ConfigRecord({"json": 3})}), "no header"),
-        (RecordDict({**large, "groups": three}), "too few for a payload"),
-        (RecordDict({"header": ConfigRecord({"json": "{}", "groups": [b"abc"]})}), "too few"),
-    ]:
-        with pytest.raises(BadPayload, match=line):
-            header_and_payload(bad, 1 << 20)
-    for good in (small, large):
+    three_bytes = ArrayRecord({"0": Array("uint8", (3,), "x", b"abc")})
+    further = {"more": ConfigRecord({})}
+
+    def refused(records: dict[str, Any], reason: str) -> None:
+        with pytest.raises(BadPayload, match=reason):
+            header_and_payload(RecordDict(records), 1 << 20)
+
+    refused({}, "no header")
+    refused({**large, "header": ConfigRecord({"json": 3})}, "no header")
+    refused({**small, **further}, "other records")
+    refused({**large, **further}, "other records")
+    refused({"header": large["header"]}, "other records")
+    refused({**small, "groups": three_bytes}, "other records")
+    refused({"header": ConfigRecord({"json": "{}", "groups": [3]})}, "other records")
+    refused({**large, "groups": three_bytes}, "too few for a payload")
+    refused({"header": ConfigRecord({"json": "{}", "groups": [b"abc"]})}, "too few")
+    for correct in (small, large):
         with pytest.raises(BadPayload, match="over the limit of 10"):
-            header_and_payload(good, 10)
+            header_and_payload(correct, 10)
 
 
 @pytest.mark.parametrize(
@@ -560,91 +598,95 @@ def test_the_run_of_a_request_cannot_be_a_path() -> None:
         Request.of(request.header(), request.payload)
 
 
-def test_two_versions_are_kept_beside_the_one_that_counts(tmp_path: Path) -> None:
-    from fedstill.flower.site import ClientFiles
-
-    files, request = ClientFiles(tmp_path, "run1", 0), request_of(settings_of())
-    versions = []
-    for round in range(1, 6):
-        asked = replace(
-            request,
-            stage=Stage(round, 0, "train", (0, 1, 2)),
-            memory=versions[0] if versions else None,
-        )
-        versions.append(
-            files.store_answer(asked, SiteReply(0, round, 0), Payload(round=round)).memory
-        )
-    there = sorted(p.name for p in files.place.glob("*.safetensors"))
-    assert there == [f"client0-round{r}-stage0.safetensors" for r in (1, 4, 5)]
-    assert files.client_state(versions[0]).number("round") == 1
+def in_round(request: Request, round_index: int) -> Request:
+    """The request in another round."""
+    return replace(request, stage=replace(TRAIN, round=round_index))
 
 
-def test_memories_that_the_servers_checkpoints_name_stay(tmp_path: Path) -> None:
-    from fedstill.flower.site import ClientFiles
-
-    named = "client0-round2-stage0.safetensors"
-    files, request = ClientFiles(tmp_path, "run1", 0), request_of(settings_of())
-    for round in range(1, 7):
-        stage = Stage(round, 0, "train", (0, 1, 2))
-        asked = replace(request, stage=stage, named=(named,) if round > 2 else ())
-        assert Request.of(asked.header(), asked.payload) == asked
-        assert asked.digest() == replace(asked, named=()).digest()
-        files.store_answer(asked, SiteReply(0, round, 0), Payload(round=round))
-    there = sorted(path.name for path in files.place.glob("*.safetensors"))
-    assert there == [f"client0-round{number}-stage0.safetensors" for number in (2, 5, 6)]
+def state_files(files: ClientFiles) -> list[str]:
+    """The names of the client's states on its disk."""
+    return sorted(path.name for path in files.place.glob("*.safetensors"))
 
 
-def test_named_memories_that_are_no_names_are_refused() -> None:
+def test_two_states_are_kept_beside_the_servers_current_one(tmp_path: Path) -> None:
+    files = ClientFiles(tmp_path, "run1", 0)
+    request = in_round(request_of(settings_of()), 1)
+    current = files.store_answer(request, SiteReply(0, 1, 0), Payload(round=1)).memory
+
+    for round_index in range(2, 6):
+        later = replace(in_round(request, round_index), memory=current)
+        files.store_answer(later, SiteReply(0, round_index, 0), Payload(round=round_index))
+
+    assert state_files(files) == [
+        f"client0-round{round_index}-stage0.safetensors" for round_index in (1, 4, 5)
+    ]
+    assert files.client_state(current).number("round") == 1
+
+
+def test_states_that_the_servers_checkpoints_name_are_kept(tmp_path: Path) -> None:
+    in_checkpoint = "client0-round2-stage0.safetensors"
+    files = ClientFiles(tmp_path, "run1", 0)
+    request = request_of(settings_of())
+
+    for round_index in range(1, 7):
+        unnamed = in_round(request, round_index)
+        named = unnamed
+        if round_index > 2:
+            named = replace(unnamed, named=(in_checkpoint,))
+        assert Request.of(named.header(), named.payload) == named
+        assert named.digest() == unnamed.digest()
+        files.store_answer(named, SiteReply(0, round_index, 0), Payload(round=round_index))
+
+    assert state_files(files) == [
+        f"client0-round{round_index}-stage0.safetensors" for round_index in (2, 5, 6)
+    ]
+
+
+def test_named_states_that_are_no_names_are_refused() -> None:
     request = request_of(settings_of())
     header = {**json.loads(request.header()), "named": [1]}
     with pytest.raises(BadPayload, match="named"):
         Request.of(json.dumps(header), request.payload)
 
 
-def test_a_stage_asked_anew_by_a_server_that_went_back_keeps_its_reply_and_memory(
+def test_a_server_that_went_back_gets_the_reply_and_the_state_of_the_repeated_stage(
     tmp_path: Path,
 ) -> None:
-    from fedstill.flower.site import ClientFiles
+    files = ClientFiles(tmp_path, "run1", 0)
+    request = request_of(settings_of())
+    for round_index in (1, 2, 3, 4):
+        reply = SiteReply(0, round_index, 0)
+        files.store_answer(in_round(request, round_index), reply, Payload(a=round_index))
 
-    files, request = ClientFiles(tmp_path, "run1", 0), request_of(settings_of())
-    for round in (1, 2, 3, 4):
-        files.store_answer(
-            replace(request, stage=Stage(round, 0, "train", (0, 1, 2))),
-            SiteReply(0, round, 0),
-            Payload(a=round),
-        )
-    anew = replace(request, stage=Stage(1, 0, "train", (0, 1, 2)), version="another")
-    version = files.store_answer(anew, SiteReply(0, 1, 0), Payload(a=7)).memory
-    assert files.client_state(version).number("a") == 7
-    assert files.stored_answer(anew) is not None
+    repeated = replace(in_round(request, 1), version="another")
+    state_file = files.store_answer(repeated, SiteReply(0, 1, 0), Payload(a=7)).memory
+
+    assert files.client_state(state_file).number("a") == 7
+    assert files.stored_answer(repeated) is not None
 
 
 PRIVATE = {"gradient_clip": 0.5, "gradient_noise": 50.0}
 
 
 @pytest.mark.parametrize(
-    ("method", "topology", "stage", "line"),
+    ("method", "topology", "stage", "reason"),
     [
         ("fedavg", {"last": "ridge"}, "ridge", "stage 'ridge'"),
         ("scaffold", {}, "train", "with method scaffold"),
         ("fedlc", {}, "train", "with method fedlc"),
     ],
 )
-def test_a_site_sees_for_itself_that_private_training_is_private(
-    method: str, topology: dict[str, str], stage: str, line: str, tmp_path: Path
+def test_a_site_checks_itself_that_private_training_is_private(
+    method: str, topology: dict[str, str], stage: str, reason: str, tmp_path: Path
 ) -> None:
-    """A server that is hostile would not refuse it, and the site would count an epsilon that is not
-    so.
-    """
+    """A hostile server would not refuse such a run, and the site would count a wrong epsilon."""
     pytest.importorskip("opacus")
-    ready = prepare(settings_of(), toys.blobs())
-    folder = own_data(tmp_path / "own", ready, 0, toys.blobs().test)
-    facts = Facts.known_by(prepare(on_sites(), toys.blobs())).plain()
-    config = on_sites(method, topology=topology, privacy=PRIVATE).toml
-    asked = request_of(on_sites(), facts=facts, stage=Stage(1, 0, stage, (0, 1, 2)))
-    asked = replace(asked, config=config, sha=digest(config.encode()))
-    answer = StageExecutor(Site(0, tmp_path / "memory", data=str(folder)), shows_reasons=True)(
-        asked
-    )
-    assert line in answer.failure
+    data = own_data(tmp_path / "own", prepare(settings_of(), toys.blobs()))
+    honest = on_sites()
+    request = request_of(honest, facts=facts_of(honest), stage=replace(TRAIN, name=stage))
+    hostile = on_sites(method, topology=topology, privacy=PRIVATE)
+
+    answer = own_data_executor(tmp_path, data=data)(with_config(request, hostile.toml))
+
+    assert reason in answer.failure
     assert not answer.content
