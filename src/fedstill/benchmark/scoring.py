@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from fedstill.core.errors import CorruptFile, Diverged, Interrupted, RunsFailed, TooFewReplies
+from fedstill.core.files import counted
 from fedstill.metrics import tasks as task_metrics
 from fedstill.metrics.accuracy import Values
 from fedstill.running.compare import Outcome, Variant
@@ -275,9 +276,8 @@ def executed(variants: Sequence[Variant], execute: Execute) -> list[Outcome]:
     outcomes = [by_folder[variant.folder] for variant in variants]
     unfinished = sum(outcome.state in ("waiting", "running", "stopped") for outcome in outcomes)
     if unfinished:
-        raise Interrupted(
-            f"stopped; the same command continues with {unfinished} of {len(outcomes)} runs"
-        )
+        remaining = f"{unfinished} of {counted(len(outcomes), 'run')}"
+        raise Interrupted(f"stopped; the same command continues with {remaining}")
     return outcomes
 
 

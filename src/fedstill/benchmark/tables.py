@@ -24,7 +24,7 @@ from fedstill.benchmark.scoring import SCORE_FIELDS, Score
 from fedstill.benchmark.standings import FEDAVG, Placed, RankedRow, Standings
 from fedstill.benchmark.suites import TEST_SEEDS, TIERS, TRACKS, Suite
 from fedstill.core.errors import CorruptFile
-from fedstill.core.files import make_folder, write_whole
+from fedstill.core.files import counted, make_folder, write_whole
 from fedstill.metrics.ranks import Difference
 from fedstill.report import terminal
 from fedstill.report.summary import NONE, share_text
@@ -374,20 +374,14 @@ def _differ(standings: Standings, first: str, second: str) -> bool:
 def description(standings: Standings) -> str:
     """How many methods and blocks there are, where fields were chosen, and where runs were made."""
     suite = standings.suite
-    blocks = f"{_plural(len(standings.columns), 'column')} × {len(TEST_SEEDS)} seeds"
-    text = f"{_plural(len(standings.placed), 'method')}, {blocks}"
+    blocks = f"{counted(len(standings.columns), 'column')} × {len(TEST_SEEDS)} seeds"
+    text = f"{counted(len(standings.placed), 'method')}, {blocks}"
     if len(standings.placed) > 1:
         text += f"; critical difference (Nemenyi): {standings.critical_difference:.2f} ranks"
     text += f". The fields were chosen {choosing_place(suite)}."
     if suite.rate_row:
         text += f" Tries without a learning rate use the one chosen for {suite.rate_row}."
     return text + _processors(standings.rows_by_processor, cpu_unit(standings))
-
-
-def _plural(count: int, noun: str) -> str:
-    if count == 1:
-        return f"1 {noun}"
-    return f"{count} {noun}s"
 
 
 def choosing_place(suite: Suite) -> str:

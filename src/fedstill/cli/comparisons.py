@@ -25,7 +25,7 @@ from fedstill.cli.app import (
     Space,
     say,
 )
-from fedstill.core.files import in_shell
+from fedstill.core.files import counted, in_shell
 
 if TYPE_CHECKING:
     from fedstill.running.compare import Outcome, Variant
@@ -248,7 +248,7 @@ def _report_problems(outcomes: Sequence[Outcome], folder: Path, debug: bool) -> 
 
     unfinished = sum(outcome.state in ("waiting", "stopped") for outcome in outcomes)
     if unfinished:
-        remaining = f"{unfinished} of {len(outcomes)} runs"
+        remaining = f"{unfinished} of {counted(len(outcomes), 'run')}"
         # Without --out, the same command would begin a new folder.
         remedy = f"repeat the command with --out {in_shell(folder)} to continue"
         codes.append(say(f"stopped with {remaining} unfinished; {remedy}", 1))
@@ -434,8 +434,8 @@ def tune_command(  # noqa: PLR0913 - the options of the command tune
         screen.print(f"page: {folder / 'tuning.html'}", soft_wrap=True)
     if len(tuning.trials) < trials:
         return say(
-            f"stopped after {len(tuning.trials)} of {trials} trials; repeat the command with --out "
-            f"{in_shell(folder)} to continue",
+            f"stopped after {len(tuning.trials)} of {counted(trials, 'trial')}; repeat the command "
+            f"with --out {in_shell(folder)} to continue",
             1,
         )
     if any(trial.scores for trial in tuning.trials):

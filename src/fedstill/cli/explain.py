@@ -23,7 +23,7 @@ from fedstill.config.validation import key_descriptions
 from fedstill.core import registry
 from fedstill.core.codec import encoded_parts
 from fedstill.core.descriptions import plain_sentences, sentences, summary
-from fedstill.core.files import flat
+from fedstill.core.files import counted, flat
 from fedstill.core.method import Method
 from fedstill.core.records import SERVER, Payload, Plan, Stage, World
 from fedstill.core.rounds import expected_reply
@@ -262,7 +262,7 @@ class RunEstimate:
             ("examples a round", f"{self.work.examples:,}"),
             (f"{self.examples_noun} trained on a round", f"{self.work.trained_examples:,}"),
             ("optimiser steps a round", f"{self.work.steps:,}"),
-            ("optimiser steps in all", f"about {total_steps:,} in {self.rounds} rounds"),
+            ("optimiser steps in all", f"about {total_steps:,} in {counted(self.rounds, 'round')}"),
         ]
 
     def _kept_update_lines(self) -> list[tuple[str, str]]:
@@ -270,7 +270,7 @@ class RunEstimate:
         if not self.kept_update_bytes:
             return []
         size = f"{bytes_text(self.kept_update_bytes)} ({self.kept_update_bytes:,} bytes)"
-        return [(f"updates kept in {self.rounds} rounds", size)]
+        return [(f"updates kept in {counted(self.rounds, 'round')}", size)]
 
 
 def run_estimate(prepared: Prepared) -> RunEstimate:
@@ -323,7 +323,7 @@ def _stage_texts(stages: Sequence[Stage]) -> tuple[str, ...]:
         elif stage.clients == (SERVER,):
             texts.append(f"{stage.name} (server)")
         else:
-            texts.append(f"{stage.name} ({len(stage.clients)} clients)")
+            texts.append(f"{stage.name} ({counted(len(stage.clients), 'client')})")
     return tuple(dict.fromkeys(texts))
 
 
@@ -525,10 +525,10 @@ class ExampleCounts:
         >>> ExampleCounts(train=900, own_tests=225, validation=0, unassigned=0, test=50).sentence
         "675 of 900 examples to train on, 50 to test on; 225 are clients' own tests"
         """
-        count = f"{self.trained:,}"
+        examples = counted(self.train, "example")
         if self.trained < self.train:
-            count += f" of {self.train:,}"
-        parts = [f"{count} examples to train on"]
+            examples = f"{self.trained:,} of {examples}"
+        parts = [f"{examples} to train on"]
         if self.test:
             parts[0] += f", {self.test:,} to test on"
         if self.own_tests:
@@ -590,10 +590,7 @@ def data_sentences(prepared: Prepared) -> list[str]:
 def _image_sentence(shape: Sequence[int]) -> str:
     channels, *sides = shape
     size = "×".join(map(str, sides))
-    plural = "s"
-    if channels == 1:
-        plural = ""
-    return f"examples are images of {size} pixels, {channels} channel{plural}"
+    return f"examples are images of {size} pixels, {counted(channels, 'channel')}"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from fedstill.config.validation import WrongConfig, validated, wrong_value
 from fedstill.core import registry
 from fedstill.core.errors import on_one_line
 from fedstill.core.fields import nfc, value_text
-from fedstill.core.files import check_windows_path
+from fedstill.core.files import check_windows_path, counted
 from fedstill.core.user_modules import split_name
 from fedstill.data.dataset import DEFAULT_TEXT_LENGTH, PLURALS, DatasetInfo, Kind, ReadingOptions
 from fedstill.data.encoding import TableInputs, category_name
@@ -237,7 +237,7 @@ def unseen_examples(data: DataTable, flower: FlowerTable) -> UnseenExamples:
     if not shape:
         raise wrong_value("data.name", f"= 'none' needs flower.shape, {_shape_in_words(kind)}")
     if len(shape) != AXES[kind]:
-        raise _wrong_shape(kind, shape, f"{AXES[kind]} number(s)")
+        raise _wrong_shape(kind, shape, counted(AXES[kind], "number"))
     return UnseenExamples(shape, derived.about)
 
 

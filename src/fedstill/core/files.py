@@ -677,7 +677,32 @@ def _replaced(text: str, signs: Mapping[str, str]) -> str:
     return re.sub(pattern, lambda match: signs[match[0]], line)
 
 
-# ---- times as text -------------------------------------------------------------------------------
+# ---- counts, lists and times as text -------------------------------------------------------------
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """A number with its noun.
+
+    plural: of an irregular noun.
+
+    >>> counted(1, "example"), counted(1200, "example"), counted(2, "class", "classes")
+    ('1 example', '1,200 examples', '2 classes')
+    """
+    if count != 1:
+        noun = plural or f"{noun}s"
+    return f"{count:,} {noun}"
+
+
+def shortened_list(names: Sequence[str], most: int = 12) -> str:
+    """Names for a message: the first ones, and the number of the others.
+
+    >>> shortened_list(["a", "b"], 2), shortened_list(["a", "b", "c"], 2)
+    ('a, b', 'a, b and 1 more')
+    """
+    listed = ", ".join(names[:most])
+    if len(names) > most:
+        listed += f" and {len(names) - most:,} more"
+    return listed
 
 
 def duration(seconds: float) -> str:

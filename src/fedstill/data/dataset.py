@@ -233,18 +233,6 @@ IMAGE_INFO = DatasetInfo()
 """The description of images."""
 
 
-def shortened_list(names: Sequence[str], most: int = 12) -> str:
-    """Names for a message: the first ones, and the number of the others.
-
-    >>> shortened_list(["a", "b"], 2), shortened_list(["a", "b", "c"], 2)
-    ('a, b', 'a, b and 1 more')
-    """
-    listed = ", ".join(names[:most])
-    if len(names) > most:
-        listed += f" and {len(names) - most:,} more"
-    return listed
-
-
 def examples_text(inputs: Mapping[str, Any]) -> str:
     """A sentence that describes examples; empty for images.
 
@@ -259,6 +247,8 @@ def examples_text(inputs: Mapping[str, Any]) -> str:
         names = [str(name) for name in inputs.get("features", ())]
         sentence = f"examples are {PLURALS['table']}, {shape[0]} features"
         if names:
+            from fedstill.core.files import shortened_list  # lazy, because training needs no files
+
             sentence += f": {shortened_list(names)}"
         return sentence
     if kind == "series":
@@ -429,8 +419,8 @@ def _check_scale(name: str, size: int, mean: tuple[float, ...], std: tuple[float
     if len(mean) == len(std) == size and min(std) > 0:
         return
     raise ConfigError(
-        f"dataset {name!r}: mean and std need {size} number(s) each, and std above 0, but are "
-        f"{mean} and {std}"
+        f"dataset {name!r}: mean and std must have length {size}, and std must be above 0, but "
+        f"they are {mean} and {std}"
     )
 
 

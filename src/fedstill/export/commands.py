@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from fedstill.cli.app import Flag, parse_client_number
 from fedstill.core.errors import ConfigError, UnknownName
+from fedstill.core.files import counted
 
 if TYPE_CHECKING:
     from fedstill.export.trained_model import TrainedModel
@@ -214,4 +215,4 @@ def _write_tables(run: Path, file_format: str, folder: Path) -> None:
     from fedstill.report.table_files import write_run_tables
 
     for table in write_run_tables(run, file_format, folder):
-        print(f"{table.path}: {table.rows} rows, {table.columns} columns")
+        print(f"{table.path}: {counted(table.rows, 'row')}, {counted(table.columns, 'column')}")

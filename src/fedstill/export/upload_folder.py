@@ -19,7 +19,7 @@ from torch import Tensor
 from fedstill.core import descriptions, registry
 from fedstill.core.errors import ConfigError, FedstillError, UnknownName, on_one_line
 from fedstill.core.extensions import of_some_clients
-from fedstill.core.files import make_folder, neutral, write_whole
+from fedstill.core.files import counted, make_folder, neutral, write_whole
 from fedstill.export import standalone
 from fedstill.export.programs import as_code, furthest
 from fedstill.export.trained_model import (
@@ -204,7 +204,7 @@ def _facts(model: TrainedModel) -> dict[str, str]:
     )
     packages = [name for name in ("fedstill", "torch", "numpy", "python") if name in about]
     versions = [f"{name} {about[name]}" for name in packages]
-    rounds = f"{about['rounds']} rounds"
+    rounds = counted(about["rounds"], "round")
     if "stopped_in_round" in about:
         rounds = f"stopped early, in round {about['stopped_in_round']} of {about['rounds']}"
     name = name_in_words(about)

@@ -12,7 +12,7 @@ from platformdirs import user_data_path
 
 from fedstill.config.experiment import from_tree
 from fedstill.continual.task_test import SITE_TEST
-from fedstill.core.files import parse_toml
+from fedstill.core.files import counted, parse_toml
 from fedstill.flower import MAX_REQUEST_BYTES, say
 from fedstill.flower.messages import Request, SiteReply, require_flower
 from fedstill.flower.site import AnswerFunction, StageExecutor, prune_states
@@ -52,7 +52,7 @@ def _line(request: Request, reply: SiteReply, seconds: float) -> str:
     stage = request.stage
     work = "answered"
     if reply.examples:
-        work = f"{reply.examples} examples"
+        work = counted(reply.examples, "example")
     if stage.name == SITE_TEST:
         work = f"{reply.metrics.get('site_test_examples', 0)} test examples"
     if reply.idle:

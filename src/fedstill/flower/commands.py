@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 
 from fedstill import manifest
 from fedstill.core.errors import ConfigError
+from fedstill.core.files import counted
 from fedstill.version import VERSION
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ def init_command(
     made = folder.init(directory, clients, host, listen=listen, port=port, version=VERSION)
     name = str(directory)
     print(
-        f"{name}: created a federation of {clients} clients. Do not copy {name}/ca.key to any "
-        "other machine. Then:"
+        f"{name}: created a federation of {counted(clients, 'client')}. Do not copy {name}/ca.key "
+        "to any other machine. Then:"
     )
     print(f"  fedstill deploy server {name}")
     for client in range(clients):
@@ -169,8 +170,8 @@ def unlearn_command(directory: Path, client: int, *runs: Path) -> int:
     concerned = runs_of_client(folders, client)
     if not concerned:
         raise ConfigError(
-            f"client {client} contributed to none of {len(folders)} runs; pass the directory of a "
-            "run, or use `fedstill deploy remove`"
+            f"client {client} contributed to none of {counted(len(folders), 'run')}; pass the "
+            "directory of a run, or use `fedstill deploy remove`"
         )
     removals = [part.load() for part in manifest.client_removals()]
     if not removals:

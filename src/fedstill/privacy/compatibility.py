@@ -17,6 +17,7 @@ from fedstill.core import keys, trees
 from fedstill.core.aggregation import ROBUST
 from fedstill.core.capabilities import Permit
 from fedstill.core.errors import ConfigError, IncompatibleMethod, on_one_line
+from fedstill.core.files import counted
 from fedstill.core.label_counts import CENSUS
 from fedstill.core.records import SERVER, Payload, Reply, Stage, State, Tensors
 from fedstill.engines.vectorised import stacking_obstacle
@@ -214,9 +215,9 @@ def unsummed_stage(run: PlannedRun) -> str:
             )
         if stage.sequential or len(stage.clients) < FEWEST_SUMMED:
             return (
-                f"privacy.secure_sum: stage {stage.name!r} has {len(stage.clients)} client(s) in "
-                f"parallel, and a secure sum needs at least {FEWEST_SUMMED}; set topology.kind = "
-                "'parallel' and topology.sampled"
+                f"privacy.secure_sum: stage {stage.name!r} has "
+                f"{counted(len(stage.clients), 'client')} in parallel, and a secure sum needs at "
+                f"least {FEWEST_SUMMED}; set topology.kind = 'parallel' and topology.sampled"
             )
     return ""
 

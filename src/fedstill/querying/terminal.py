@@ -16,6 +16,7 @@ from rich.text import Text
 
 from fedstill.cli.app import Flag, Names, Settings, parse_class_numbers, parse_client_number
 from fedstill.core.errors import ConfigError
+from fedstill.core.files import counted
 from fedstill.data.views import Arrival
 from fedstill.methods.fit import queries_of
 from fedstill.metrics import (
@@ -59,7 +60,7 @@ def explain_queries(screen: Console, prepared: Prepared) -> None:
     screen.print(PlainTable(["client", "asks for", "why"], _query_rows(prepared, queries), words=3))
     omitted = len(queries) - MOST_QUERIES
     if omitted > 0:
-        tell(screen, f"and {omitted} more clients")
+        tell(screen, f"and {counted(omitted, 'more client')}")
     screen.print()
 
 

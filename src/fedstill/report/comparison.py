@@ -18,7 +18,7 @@ import numpy as np
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ConfigError, CorruptFile, Interrupted, RunsFailed
 from fedstill.core.fields import plain_value
-from fedstill.core.files import named_path
+from fedstill.core.files import counted, named_path
 from fedstill.core.process_settings import process_settings
 from fedstill.engines.devices import check_numbers, slots_for
 from fedstill.report import terminal
@@ -130,7 +130,7 @@ class Comparison:
         table = terminal.comparison_table(self.groups)
         tables = [notebook_table(list(table.head), [list(row) for row in table.rows])]
         tables += self._forgetting_by_class()
-        return notebook(f"{runs} runs", {}, *tables)
+        return notebook(counted(runs, "run"), {}, *tables)
 
     def _forgetting_by_class(self) -> list[str]:
         """A table of forgetting by class, a row for each group; none if it was not measured."""
@@ -318,14 +318,14 @@ def _raise_unless_finished(outcomes: Sequence[Outcome], folder: Path) -> None:
     if failed:
         problems = [f"{o.variant.label}, seed {o.variant.seed}: {o.problem}" for o in failed]
         raise RunsFailed(
-            f"{len(failed)} of {len(outcomes)} runs failed: {'; '.join(problems)}; the others: "
-            f"fedstill.Comparison.of({str(folder)!r})"
+            f"{len(failed)} of {counted(len(outcomes), 'run')} failed: {'; '.join(problems)}; the "
+            f"others: fedstill.Comparison.of({str(folder)!r})"
         )
     unfinished = sum(outcome.state != "finished" for outcome in outcomes)
     if unfinished:
         raise Interrupted(
-            f"stopped with {unfinished} of {len(outcomes)} runs unfinished; repeat the call with "
-            f"out={str(folder)!r} to continue"
+            f"stopped with {unfinished} of {counted(len(outcomes), 'run')} unfinished; repeat the "
+            f"call with out={str(folder)!r} to continue"
         )
 
 

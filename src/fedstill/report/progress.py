@@ -22,7 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fedstill.core.files import duration, neutral
+from fedstill.core.files import counted, duration, neutral
 from fedstill.metrics.classification import METRICS
 from fedstill.report.terminal import SafeConsole, percent
 from fedstill.running.compare import Outcome
@@ -187,9 +187,7 @@ class Lines(Display):
 
     def started(self, folder: Path, round: int) -> None:
         """Write the number of rounds and the run's directory."""
-        rounds = f"{self.rounds} rounds"
-        if self.rounds == 1:
-            rounds = "1 round"
+        rounds = counted(self.rounds, "round")
         if round > 1:
             rounds = f"resuming at round {round} of {self.rounds}"
         self._write(f"{rounds}, in {folder}")
@@ -387,7 +385,7 @@ class RunLines(ManyRuns):
             folder = outcome.variant.folder
             if outcome.state in ENDS and folder not in self._ended:
                 self._ended.add(folder)
-                count = f"{len(self._ended)} of {self.runs} runs"
+                count = f"{len(self._ended)} of {counted(self.runs, 'run')}"
                 self._write(f"{_name(outcome)}: {_end(outcome)}, {count}")
 
     def _overview(self, outcomes: Sequence[Outcome]) -> str:
@@ -397,7 +395,7 @@ class RunLines(ManyRuns):
         running = sum(outcome.state == "running" for outcome in outcomes)
         elapsed = self.clock() - self._began
         text = (
-            f"{finished} of {rounds} rounds in {self.runs} runs, {running} running, "
+            f"{finished} of {rounds} rounds in {counted(self.runs, 'run')}, {running} running, "
             f"{duration(elapsed)}"
         )
         finished_here = finished - sum(self._initial_rounds.values())

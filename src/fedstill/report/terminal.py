@@ -17,7 +17,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from fedstill.core.files import neutral
+from fedstill.core.files import counted, neutral
 from fedstill.metrics.classification import METRICS
 from fedstill.report.summary import (
     COLUMNS,
@@ -335,14 +335,15 @@ def drawn_split(
     mark = "a class"
     if classes_per_mark > 1:
         mark = f"{classes_per_mark} classes"
-    text.append(f"each mark is {mark}; the darkest mark is {largest:,} examples\n")
+    text.append(f"each mark is {mark}; the darkest mark is {counted(largest, 'example')}\n")
     for client, row in enumerate(rows):
         marks = "".join(mark_width * SHADES[min(4, -(-4 * count // largest))] for count in row)
         size = _size_text(client, counts[client], tests)
         text.append(f"{labels[client]:>{label_width}}  {marks}  {size}\n")
     if len(counts) > most:
         clients_left_out = len(counts) - most
-        text.append(f"{'…':>{label_width}}  and {clients_left_out:,} more clients\n")
+        left_out = counted(clients_left_out, "more client")
+        text.append(f"{'…':>{label_width}}  and {left_out}\n")
     return text
 
 
@@ -364,10 +365,8 @@ def _class_list(classes: Sequence[str], width: int) -> str:
 def _size_text(client: int, counts: Sequence[int], tests: Mapping[int, int]) -> str:
     """The numbers of examples and classes of a client, in words."""
     present = sum(count > 0 for count in counts)
-    classes = f"{present} classes"
-    if present == 1:
-        classes = "1 class"
-    text = f"{sum(counts):,} examples, {classes}"
+    classes = counted(present, "class", "classes")
+    text = f"{counted(sum(counts), 'example')}, {classes}"
     if client in tests:
         return f"{text}, own test {tests[client]:,}"
     if tests:
@@ -419,7 +418,7 @@ def task_lines(prepared: Prepared) -> Iterator[str]:
         classes = _task_classes(stream.classes(task), prepared.dataset.classes)
         examples = int(counts[:, task].sum())
         number = task + 1
-        line = f"task {number}, {rounds}: {classes}; {examples:,} examples"
+        line = f"task {number}, {rounds}: {classes}; {counted(examples, 'example')}"
 
         clients = range(stream.clients)
         taking_part = sum(

@@ -18,6 +18,7 @@ from fedstill.config.settings import Settings
 from fedstill.config.tables import DataTable
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.core.fields import nfc
+from fedstill.core.files import counted, shortened_list
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Examples
 from fedstill.core.stream import Cut
@@ -29,7 +30,6 @@ from fedstill.data.dataset import (
     DatasetInfo,
     ReadingOptions,
     ReadRequest,
-    shortened_list,
     stratified_positions,
 )
 from fedstill.data.encoding import TableInputs
@@ -514,7 +514,7 @@ def subset(examples: Examples, size: int, key: str) -> Examples:
         return examples
     if size > len(examples.labels):
         raise ConfigError(
-            f"data.{key} = {size}, but there are only {len(examples.labels)} examples"
+            f"data.{key} = {size}, but there are only {counted(len(examples.labels), 'example')}"
         )
     return examples.take(stratified_positions(examples.labels, size, seed=0))
 

@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,14 @@ from filelock import FileLock, Timeout
 from fedstill.core.errors import ConfigError, CorruptFile, DiskFull, NoRun, RunBusy, RunExists
 from fedstill.core.files import (
     RUN_TABLE,
+    counted,
     in_shell,
     is_leftover,
     open_to_read,
     read_file,
     read_toml,
     remove,
+    shortened_list,
     write_note,
     write_whole,
 )
@@ -229,8 +231,8 @@ def _check_foreign(folder: Path) -> list[DirectoryEntry]:
         runs = runs_below(folder)
         if runs:
             raise RunExists(
-                f"{folder} holds {len(runs)} runs of a comparison, which a run does not overwrite; "
-                "choose another folder"
+                f"{folder} holds {counted(len(runs), 'run')} of a comparison, which a run does not "
+                "overwrite; choose another folder"
             )
 
     allowed: set[Path] = set()
@@ -246,17 +248,9 @@ def _check_foreign(folder: Path) -> list[DirectoryEntry]:
     if foreign:
         raise RunExists(
             f"{folder} holds files that no run wrote, so nothing is overwritten: "
-            f"{first_five(foreign)}; move it away first"
+            f"{shortened_list(foreign, most=5)}; move it away first"
         )
     return entries
-
-
-def first_five(names: Sequence[str]) -> str:
-    """List the first five names, and count the rest."""
-    listed = ", ".join(names[:5])
-    if len(names) > 5:
-        listed += f" and {len(names) - 5} more"
-    return listed
 
 
 def _entries_below(folder: Path, top: Path) -> Iterator[DirectoryEntry]:

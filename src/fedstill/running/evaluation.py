@@ -20,6 +20,7 @@ from torch import Tensor
 from fedstill.core.checks import bad_return, checked_return
 from fedstill.core.errors import BadReturn
 from fedstill.core.extensions import Fields, Predictors, common_predictor
+from fedstill.core.files import counted
 from fedstill.core.method import Method
 from fedstill.core.records import RULED_OUT, SERVER, Examples, State, World
 from fedstill.core.trees import same_bits
@@ -342,14 +343,14 @@ def _no_predictor(method: Method, clients: Sequence[int], predictors: Predictors
     if method.has_client_predictors:
         return bad_return(
             method.client_predictors,
-            f"names no predictor for {len(clients)} clients ({numbers}); give each of them one of "
-            f"{names}",
+            f"names no predictor for {counted(len(clients), 'client')} ({numbers}); give each of "
+            f"them one of {names}",
         )
     example = f"return dict.fromkeys(range(world.clients), {next(iter(predictors))!r})"
     return bad_return(
         method.predictors,
-        f"returns {names}, but no predictor is assigned to {len(clients)} clients ({numbers}); "
-        f"add client_predictors(self, state, world) to the method, such as: {example}",
+        f"returns {names}, but no predictor is assigned to {counted(len(clients), 'client')} "
+        f"({numbers}); add client_predictors(self, state, world) to the method, such as: {example}",
     )
 
 

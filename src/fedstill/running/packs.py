@@ -30,9 +30,9 @@ from fedstill.core.files import (
     make_folder,
     open_to_read,
     read_file,
+    shortened_list,
     write_whole,
 )
-from fedstill.running.directory import first_five
 from fedstill.running.journal import CONFIG, JOURNAL, SUMMARY
 from fedstill.running.split_file import SPLIT
 
@@ -121,7 +121,7 @@ def _warn_of_unfinished(files: Sequence[Path]) -> None:
     if unfinished:
         log.warning(
             "not finished: %s; the pack has no checkpoints: keep the directory to go on",
-            first_five(unfinished),
+            shortened_list(unfinished, most=5),
         )
 
 

@@ -26,7 +26,7 @@ from fedstill.config.tables import DataTable
 from fedstill.continual.task_test import HELD_OUT_TEST
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.fields import Share, problem
-from fedstill.core.files import cache_folder
+from fedstill.core.files import cache_folder, counted
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.method import ClientWork
 from fedstill.core.records import (
@@ -552,10 +552,10 @@ def _by_channel(key: str, values: tuple[float, ...], dataset: Dataset) -> tuple[
         )
     channels = dataset.input_shape[0]
     if len(values) not in (1, channels):
-        counts = " or ".join(sorted({"1", str(channels)}))
+        allowed_counts = " or ".join(sorted({"1", str(channels)}))
         raise ConfigError(
-            f"data.{key} has {len(values)} numbers, and images of {dataset.name} have {channels} "
-            f"channel(s); give {counts}"
+            f"data.{key} has {counted(len(values), 'number')}, and images of "
+            f"{dataset.name} have {counted(channels, 'channel')}; give {allowed_counts}"
         )
     numbers = tuple(float(value) for value in values)
     if len(numbers) == 1:

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from fedstill.config.settings import Settings
 from fedstill.core.errors import CorruptFile
-from fedstill.core.files import digest, in_shell, named_path, neutral, read_file, write_whole
+from fedstill.core.files import (
+    counted,
+    digest,
+    in_shell,
+    named_path,
+    neutral,
+    read_file,
+    write_whole,
+)
 from fedstill.core.records import SERVER, State
 from fedstill.core.registry import short_name
 from fedstill.core.reports import json_value
@@ -268,9 +276,7 @@ class Result:
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name} {value}" for name, value in self._numbers.items())
-        rounds = "1 round"
-        if len(self.history) != 1:
-            rounds = f"{len(self.history)} rounds"
+        rounds = counted(len(self.history), "round")
         return f"<Result: {self._title}: {numbers}; {rounds}, in {self.directory}>"
 
     @property
@@ -525,14 +531,16 @@ class Refusals:
         if not self.refused:
             return ""
         rounds = {reply.round for reply in self.refused if reply.round > 0}
-        clients = f"{len(self.refused_clients)} of {self.clients} clients"
+        clients = f"{len(self.refused_clients)} of {counted(self.clients, 'client')}"
         if self._refused_always(rounds):
             extent = f"{clients} refused whenever they took part"
             if len(rounds) == self.rounds:
                 extent = f"{clients} refused in every round"
         else:
-            replies = f"{len(self.refused)} of {len(self.refused) + len(self.accepted)} replies"
-            extent = f"{replies} refused, of {clients}, in {len(rounds)} of {self.rounds} rounds"
+            received = counted(len(self.refused) + len(self.accepted), "reply", "replies")
+            replies = f"{len(self.refused)} of {received}"
+            run_rounds = counted(self.rounds, "round")
+            extent = f"{replies} refused, of {clients}, in {len(rounds)} of {run_rounds}"
         return f"{extent}, first: {self._first}"
 
     @property

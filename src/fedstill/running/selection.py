@@ -23,6 +23,7 @@ from fedstill.config.tables import StopTable
 from fedstill.continual.task_test import HELD_OUT_TEST
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import Event, Fields, Observer, RoundResult, common_predictor
+from fedstill.core.files import counted
 from fedstill.core.records import Examples, World
 from fedstill.data.views import SiteViews
 from fedstill.engines.hardware import workers
@@ -133,9 +134,7 @@ class RoundRule:
         if target is not None and score is not None and not self.is_better(target, score):
             return f"{self.by} reached {target:g}, stop.target"
         if 0 < self.stop.patience <= standing.waited:
-            rounds = f"{standing.waited} rounds"
-            if standing.waited == 1:
-                rounds = "1 round"
+            rounds = counted(standing.waited, "round")
             return f"{self.by} did not improve in {rounds}, stop.patience"
         return ""
 

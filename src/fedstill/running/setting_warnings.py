@@ -15,6 +15,7 @@ import torch
 
 from fedstill.config.settings import Settings
 from fedstill.config.stages import default_plans
+from fedstill.core.files import shortened_list
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.data.dataset import Dataset
@@ -262,9 +263,7 @@ def _present(labels: torch.Tensor) -> set[int]:
 
 def _class_list(names: Sequence[str]) -> str:
     """``class 'cat'``, or several classes, the first few by name."""
-    listed = ", ".join(map(repr, names[:MOST_NAMED]))
+    listed = shortened_list([repr(name) for name in names], MOST_NAMED)
     if len(names) == 1:
         return f"class {listed}"
-    if len(names) > MOST_NAMED:
-        listed = f"{listed} and {len(names) - MOST_NAMED} more"
     return f"classes {listed}"

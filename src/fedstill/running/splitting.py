@@ -19,6 +19,7 @@ from fedstill.config.settings import Settings
 from fedstill.config.tables import NO_STREAM
 from fedstill.core.errors import ConfigError, FedstillError, InfeasiblePartition
 from fedstill.core.fields import kind_text
+from fedstill.core.files import counted
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, Examples
 from fedstill.core.stream import Cut, Stream
@@ -60,7 +61,9 @@ def draw_split(settings: Settings, train: Examples, seed: int | None = None) -> 
         raise ConfigError(f"{label} failed: {reason(error, function)}") from error
 
     if len(parts) != settings.clients:
-        raise ConfigError(f"{label} gave {len(parts)} parts for {settings.clients} clients")
+        raise ConfigError(
+            f"{label} gave {counted(len(parts), 'part')} for {counted(settings.clients, 'client')}"
+        )
     if not isinstance(parts, ClientSplit):
         _check_types(label, parts, len(train))
     split = ClientSplit.of_parts(parts)

@@ -22,6 +22,7 @@ from fedstill.config.tables import PackageTable
 from fedstill.config.validation import schema_of_record, validated, wrong_value
 from fedstill.core.errors import UnknownName
 from fedstill.core.fields import Count, CountOrZero
+from fedstill.core.files import counted
 from fedstill.core.records import Examples, Plan
 from fedstill.core.rounds import Schedule
 from fedstill.data.client_split import ClientSplit
@@ -63,7 +64,7 @@ class UnlearningRequest:
         if self.classes:
             parts.append(f"class {', '.join(map(str, self.classes))}")
         if self.examples:
-            parts.append(f"{len(self.examples):,} examples")
+            parts.append(counted(len(self.examples), "example"))
         return " and ".join(parts)
 
     def affected(self, split: ClientSplit, labels: NDArray[np.int64]) -> frozenset[int]:

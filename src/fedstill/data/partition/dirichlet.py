@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fedstill.core.errors import InfeasiblePartition
 from fedstill.core.fields import Count, Positive, Seed, Share
+from fedstill.core.files import counted
 from fedstill.core.keys import generator, numpy_generator
 from fedstill.data.client_split import ClientSplit, Positions, RandomStream
 from fedstill.data.partition.rules import (
@@ -157,9 +158,10 @@ def dirichlet(
     if accepted is None:
         classes = len(settings.examples_of_class)
         raise InfeasiblePartition(
-            f"dirichlet: none of {max_tries:,} draws gave each of {clients} clients {min_size} "
-            f"examples (alpha {alpha:g}, {classes} classes, {len(labels):,} examples); raise alpha "
-            "or max_tries, lower min_size or clients, or try another seed"
+            f"dirichlet: none of {max_tries:,} draws gave each of {counted(clients, 'client')} "
+            f"{counted(min_size, 'example')} (alpha {alpha:g}, "
+            f"{counted(classes, 'class', 'classes')}, {counted(len(labels), 'example')}); raise "
+            "alpha or max_tries, lower min_size or clients, or try another seed"
         )
     return accepted
 
@@ -288,9 +290,10 @@ def extended_dirichlet(  # noqa: PLR0913 - the fields of the partition's config 
                     best = attempt
     assert best is not None
     raise InfeasiblePartition(
-        f"extended_dirichlet: none of {tries:,} draws gave each of {clients} clients {min_size} "
-        f"examples; the best gave {best.shortage(labels, settings.examples_of_class)}; lower "
-        "min_size, set lower_min_size = true, raise alpha, or lower clients"
+        f"extended_dirichlet: none of {tries:,} draws gave each of {counted(clients, 'client')} "
+        f"{counted(min_size, 'example')}; the best gave "
+        f"{best.shortage(labels, settings.examples_of_class)}; lower min_size, set "
+        "lower_min_size = true, raise alpha, or lower clients"
     )
 
 
@@ -460,8 +463,8 @@ def _equal_parts(
     """
     if len(labels) < clients:
         raise InfeasiblePartition(
-            f"hybrid: {len(labels)} examples remain for {clients} skewed clients; lower clients or "
-            "iid_share"
+            f"hybrid: {counted(len(labels), 'example')} for {counted(clients, 'skewed client')}; "
+            "lower clients or iid_share"
         )
     stock = [list(stream.permutation(members)) for members in class_indices(labels)]
     parts = []

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 from fedstill.core.errors import ConfigError, DataError, InfeasiblePartition
 from fedstill.core.fields import problem
-from fedstill.core.files import cache_folder, replaced_file
+from fedstill.core.files import cache_folder, counted, replaced_file
 from fedstill.core.registry import register
 from fedstill.core.user_modules import files_of
 from fedstill.data.client_split import ClientSplit, Positions
@@ -112,7 +112,8 @@ def check_enough_examples(name: str, examples: int, clients: int, min_size: int 
     if min_size > 1:
         remedy += " or min_size"
     raise InfeasiblePartition(
-        f"partition {name!r}: {clients} clients × {min_size} example(s) need {needed:,} examples, "
+        f"partition {name!r}: {counted(clients, 'client')} × {counted(min_size, 'example')} need "
+        f"{counted(needed, 'example')}, "
         f"but the data have {examples:,}; {remedy}"
     )
 
@@ -183,8 +184,9 @@ class ClassAllocation:
             if min(map(len, clients_of_class)) >= min_clients:
                 return clients_of_class
         raise InfeasiblePartition(
-            f"{self.partition}: none of {max_tries:,} draws gave every class {min_clients} "
-            f"client(s) ({self.clients} clients × {self.per_client} of {self.classes} classes); "
+            f"{self.partition}: none of {max_tries:,} draws gave every class "
+            f"{counted(min_clients, 'client')} ({counted(self.clients, 'client')} × "
+            f"{self.per_client} of {self.classes} classes); "
             f"raise classes_per_client or clients{other_remedy}"
         )
 

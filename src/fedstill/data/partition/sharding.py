@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedstill.core.errors import ConfigError, DataError, InfeasiblePartition, UnknownName
 from fedstill.core.fields import Count, Positive, Seed
+from fedstill.core.files import counted
 from fedstill.core.keys import numpy_generator
 from fedstill.core.registry import register
 from fedstill.data.client_split import ClientSplit, Positions, ends_of
@@ -72,7 +73,8 @@ def sharding(labels: Labels, clients: Count, shards: Count, seed: Seed) -> Parts
     for label, examples in zip(np.unique(labels), examples_of_class, strict=True):
         if len(examples) < block_count:
             raise InfeasiblePartition(
-                f"sharding: class {label} has {len(examples)} examples for {block_count} shards; "
+                f"sharding: class {label} has {counted(len(examples), 'example')} for "
+                f"{counted(block_count, 'shard')}; "
                 f"lower shards ({shards}) or clients ({clients})"
             )
     blocks = [_blocks(examples, block_count) for examples in examples_of_class]
@@ -177,8 +179,8 @@ def pathological(
     ):
         if len(examples) < len(owners):
             raise InfeasiblePartition(
-                f"pathological: class {label} has {len(examples)} examples for {len(owners)} "
-                "clients; lower clients"
+                f"pathological: class {label} has {counted(len(examples), 'example')} for "
+                f"{counted(len(owners), 'client')}; lower clients"
             )
         positions.append(stream.permutation(examples))
         cut_positions = _random_cuts(len(examples), len(owners), stream)

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError
+from fedstill.core.files import shortened_list
 from fedstill.data.dataset import (
     DEFAULT_TEXT_LENGTH,
     FILE,
@@ -25,7 +26,6 @@ from fedstill.data.dataset import (
     Digests,
     ReadingOptions,
     ReadRequest,
-    shortened_list,
 )
 from fedstill.data.encoding import (
     ListColumn,

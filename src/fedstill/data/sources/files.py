@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from fedstill.core.errors import DataError, on_one_line
 from fedstill.core.fields import nfc
-from fedstill.data.dataset import shortened_list
+from fedstill.core.files import shortened_list
 
 # Limits on the size of data.
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fedstill.core.errors import DataError, cut_reason, on_one_line
 from fedstill.core.fields import nfc
+from fedstill.core.files import counted
 from fedstill.data.dataset import FILE, DatasetInfo, Decoded, ReadRequest, Split
 from fedstill.data.sources.columns import (
     Owners,
@@ -124,11 +125,8 @@ def image_warnings(source: str, splits: Mapping[str, DecodedImages]) -> list[str
 def _broken_warning(source: str, split: str, rows: DecodedImages) -> str:
     if not rows.broken:
         return ""
-    noun = "images"
-    if len(rows.broken) == 1:
-        noun = "image"
     return (
-        f"left out {len(rows.broken):,} broken {noun} of {rows.rows:,} in {split} "
+        f"left out {counted(len(rows.broken), 'broken image')} of {rows.rows:,} in {split} "
         f"({broken_names(source, rows.broken)})"
     )
 
@@ -425,7 +423,7 @@ def _idx_array(path: Path, dimensions: int) -> NDArray[np.uint8]:
 
 def _unpacked(path: Path, dimensions: int) -> NDArray[np.uint8]:
     """The array in an IDX file; DataError if the header is invalid or does not match the data."""
-    problem = f"{path} is truncated or not an IDX file of {dimensions} dimension(s)"
+    problem = f"{path} is truncated or not an IDX file of {counted(dimensions, 'dimension')}"
     problem += "; download it again"
     with gzip.open(path) as file:
         head = file.read(4 + 4 * dimensions)

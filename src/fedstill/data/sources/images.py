@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from fedstill.core.errors import DataError, cut_reason, on_one_line
-from fedstill.data.dataset import ReadRequest, shortened_list
+from fedstill.core.files import shortened_list
+from fedstill.data.dataset import ReadRequest
 from fedstill.data.encoding import is_missing
 from fedstill.data.sources.files import (
     EXAMPLE_BYTES,

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fedstill.core.errors import ConfigError, DataError, UnknownName, on_one_line
 from fedstill.core.fields import kind_text, nfc, plain_value
+from fedstill.core.files import shortened_list
 from fedstill.core.process_settings import process_settings
 from fedstill.data.dataset import (
     FILE,
@@ -33,7 +34,6 @@ from fedstill.data.dataset import (
     ReadingOptions,
     ReadRequest,
     as_dataset,
-    shortened_list,
     with_tuples,
 )
 from fedstill.data.sources.files import SPLITS, BySplit, names_by_split, split_of_name

@@ -14,14 +14,8 @@ import pyarrow.compute as pc
 
 from fedstill.core.errors import DataError
 from fedstill.core.fields import nfc
-from fedstill.data.dataset import (
-    FILE,
-    PLURALS,
-    Kind,
-    ReadingOptions,
-    ReadRequest,
-    shortened_list,
-)
+from fedstill.core.files import shortened_list
+from fedstill.data.dataset import FILE, PLURALS, Kind, ReadingOptions, ReadRequest
 
 # Types of columns.
 

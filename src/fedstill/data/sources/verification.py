@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fedstill.core.errors import DataError, DiskFull
 from fedstill.core.fields import nfc
-from fedstill.core.files import cache_folder, replaced_folder, write_whole
+from fedstill.core.files import cache_folder, replaced_folder, shortened_list, write_whole
 from fedstill.core.stream import tasks_of_times
 from fedstill.data.dataset import (
     DEFAULT_OPTIONS,
@@ -31,7 +31,6 @@ from fedstill.data.dataset import (
     ReadingOptions,
     ReadRequest,
     Split,
-    shortened_list,
 )
 from fedstill.data.sources.catalog import KnownData
 from fedstill.data.sources.files import SPLITS
