@@ -1,5 +1,5 @@
-"""What every loss must be: finite at any gap, per example, vectorisable, of the student's dtype,
-free of its batch.
+"""Properties of every loss: finite at any gap, one value of the student's dtype per example,
+vectorisable, independent of the rest of its batch.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from logit_batches import Batch, random_batch
 from torch import Tensor
 from torch.func import grad, vmap
 
@@ -16,12 +17,27 @@ from fedstill import losses
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+CLASSES = 6
 MASK = torch.tensor([1.5, 0.0, 1.0, 0.0, 1.0, 1.0])
 
 
-def several(t: Tensor) -> Tensor:
-    """Three teachers out of one."""
-    return torch.stack([t, t.flip(-1), -t])
+def three_teachers(teacher: Tensor) -> Tensor:
+    """Three teachers made of one."""
+    return torch.stack([teacher, teacher.flip(-1), -teacher])
+
+
+def weighted_by_entropy(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+    """Distillation from three teachers, weighted by their entropies."""
+    teachers = three_teachers(teacher)
+    weighted = losses.entropy_weights(teachers) * losses.multi_kd(student, teachers)
+    return weighted.sum(0)
+
+
+def weighted_by_confidence(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+    """Distillation from three teachers, weighted by their confidence in the labels."""
+    teachers = three_teachers(teacher)
+    weighted = losses.confidence_weights(teachers, labels) * losses.multi_kd(student, teachers)
+    return weighted.sum(0)
 
 
 TABLE: dict[str, Loss] = {
@@ -45,15 +61,11 @@ TABLE: dict[str, Loss] = {
     "nckd_slice": lambda s, t, y: losses.nckd_slice(s, t, y),
     "other_mse": lambda s, t, y: losses.other_mse(s, t, y),
     "other_mse, mean": lambda s, t, y: losses.other_mse(s, t, y, "mean"),
-    "multi_kd": lambda s, t, y: losses.multi_kd(s, several(t), 4.0).sum(0),
-    "multi_nckd": lambda s, t, y: losses.multi_nckd(s, several(t), y, 4.0).sum(0),
-    "multi_tckd": lambda s, t, y: losses.multi_tckd(s, several(t), y, 4.0).sum(0),
-    "entropy_weights": lambda s, t, y: (
-        losses.entropy_weights(several(t)) * losses.multi_kd(s, several(t))
-    ).sum(0),
-    "confidence_weights": lambda s, t, y: (
-        losses.confidence_weights(several(t), y) * losses.multi_kd(s, several(t))
-    ).sum(0),
+    "multi_kd": lambda s, t, y: losses.multi_kd(s, three_teachers(t), 4.0).sum(0),
+    "multi_nckd": lambda s, t, y: losses.multi_nckd(s, three_teachers(t), y, 4.0).sum(0),
+    "multi_tckd": lambda s, t, y: losses.multi_tckd(s, three_teachers(t), y, 4.0).sum(0),
+    "entropy_weights": weighted_by_entropy,
+    "confidence_weights": weighted_by_confidence,
     "adjusted_cross_entropy": lambda s, t, y: losses.adjusted_cross_entropy(s, y, 0.5 + MASK, MASK),
     "minority_kd": lambda s, t, y: losses.minority_kd(s, t, y, MASK > 1),
     "minority_kd, cold": lambda s, t, y: losses.minority_kd(s, t, y, MASK > 1, 0.01),
@@ -62,22 +74,18 @@ TABLE: dict[str, Loss] = {
     "model_contrast": lambda s, t, y: losses.model_contrast(s, t, t.roll(1, -1)),
     "model_contrast, cold": lambda s, t, y: losses.model_contrast(s, t, t.roll(1, -1), 0.01),
 }
-"""A new loss gets a row here."""
+"""Losses of student s, teacher t and labels y. A new loss gets a row here."""
 
 every_loss = pytest.mark.parametrize("loss", TABLE.values(), ids=TABLE.keys())
 
 
-def draw(
-    *shape: int, scale: float = 3.0, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor]:
-    source = torch.Generator().manual_seed(0)
-    s, t = (scale * torch.randn(*shape, 6, generator=source) for _ in range(2))
-    return s.to(dtype), t.to(dtype), torch.randint(6, shape, generator=source)
+def loss_of(loss: Loss, batch: Batch) -> Tensor:
+    """The loss of a batch."""
+    return loss(batch.student, batch.teacher, batch.labels)
 
 
-def extremes() -> tuple[Tensor, Tensor, Tensor]:
-    """All pairs of extreme logits, each with a label on the peak, beside it, and in a tie."""
-    rows = [
+EXTREME_LOGITS = torch.tensor(
+    [
         [0.0, 0, 0, 0, 0, 0],
         [1e4, 0, 0, 0, 0, 0],
         [-1e4, 0, 0, 0, 0, 0],
@@ -86,93 +94,144 @@ def extremes() -> tuple[Tensor, Tensor, Tensor]:
         [1e4, 1e4, 1e4, 1e4, 1e4, 1e4],
         [5e3, -5e3, 1e-3, 0, 1, 2],
     ]
-    z = torch.tensor(rows)
-    at = torch.cartesian_prod(torch.arange(len(rows)), torch.arange(len(rows)), torch.arange(6))
-    return z[at[:, 0]], z[at[:, 1]], at[:, 2]
+)
+
+
+def extreme_pairs() -> Batch:
+    """All pairs of extreme logits, each with every label."""
+    rows = torch.arange(len(EXTREME_LOGITS))
+    combinations = torch.cartesian_prod(rows, rows, torch.arange(CLASSES))
+    student_rows, teacher_rows, labels = combinations.unbind(1)
+    return Batch(EXTREME_LOGITS[student_rows], EXTREME_LOGITS[teacher_rows], labels)
 
 
 @every_loss
 def test_value_and_gradient_are_finite_at_gaps_of_1e4(loss: Loss) -> None:
-    s, t, y = extremes()
-    s.requires_grad_()
-    t.requires_grad_()
-    value = loss(s, t, y)
-    assert value.shape == y.shape
+    batch = extreme_pairs()
+    logits = (batch.student.requires_grad_(), batch.teacher.requires_grad_())
+
+    value = loss_of(loss, batch)
+    gradients = torch.autograd.grad(value.sum(), logits, allow_unused=True)
+
+    assert value.shape == batch.labels.shape
     assert value.isfinite().all()
-    for g in torch.autograd.grad(value.sum(), (s, t), allow_unused=True):
-        assert g is None or g.isfinite().all()
+    for gradient in gradients:
+        assert gradient is None or gradient.isfinite().all()
 
 
 @every_loss
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_one_value_per_example_of_the_students_dtype(loss: Loss, dtype: torch.dtype) -> None:
-    s, t, y = draw(9, dtype=dtype)
-    assert loss(s, t, y).shape == (9,)
-    assert loss(s, t, y).dtype == dtype
-    assert loss(s, t.to(torch.bfloat16), y).dtype == dtype  # a teacher may run in lower precision
-    assert loss(s[:0], t[:0], y[:0]).shape == (0,)
+    """A teacher may run in lower precision."""
+    batch = random_batch(9, classes=CLASSES, dtype=dtype)
+    student = batch.student
+    teacher = batch.teacher
+    labels = batch.labels
+
+    assert loss(student, teacher, labels).shape == (9,)
+    assert loss(student, teacher, labels).dtype == dtype
+    assert loss(student, teacher.to(torch.bfloat16), labels).dtype == dtype
+    assert loss(student[:0], teacher[:0], labels[:0]).shape == (0,)
 
 
 @every_loss
-def test_an_example_does_not_know_its_batch(loss: Loss) -> None:
-    s, t, y = draw(9)
-    whole = loss(s, t, y)
-    assert torch.equal(loss(s[2:5], t[2:5], y[2:5]), whole[2:5])
-    assert torch.equal(loss(s.flip(0), t.flip(0), y.flip(0)), whole.flip(0))
+def test_an_example_does_not_depend_on_its_batch(loss: Loss) -> None:
+    batch = random_batch(9, classes=CLASSES, dtype=torch.float32)
+    three = Batch(batch.student[2:5], batch.teacher[2:5], batch.labels[2:5])
+    reversed_batch = Batch(batch.student.flip(0), batch.teacher.flip(0), batch.labels.flip(0))
+
+    values = loss_of(loss, batch)
+
+    assert torch.equal(loss_of(loss, three), values[2:5])
+    assert torch.equal(loss_of(loss, reversed_batch), values.flip(0))
 
 
 @every_loss
 def test_clients_can_be_stacked(loss: Loss) -> None:
-    s, t, y = draw(4, 9, dtype=torch.float64)
-    each = torch.stack([loss(s[k], t[k], y[k]) for k in range(4)])
-    torch.testing.assert_close(vmap(loss)(s, t, y), each, rtol=NEAR, atol=NEAR)
-    torch.testing.assert_close(vmap(vmap(loss))(s, t, y), each, rtol=NEAR, atol=NEAR)
-    slopes = vmap(grad(lambda a, b, c: loss(a, b, c).sum()))(s, t, y)
-    one_by_one = torch.stack(
-        [grad(lambda a, k=k: loss(a, t[k], y[k]).sum())(s[k]) for k in range(4)]
-    )
-    torch.testing.assert_close(slopes, one_by_one, rtol=NEAR, atol=NEAR)
+    def summed_loss(student: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+        return loss(student, teacher, labels).sum()
+
+    stacked = random_batch(4, 9, classes=CLASSES)
+    clients = [
+        Batch(stacked.student[client], stacked.teacher[client], stacked.labels[client])
+        for client in range(4)
+    ]
+
+    values = torch.stack([loss_of(loss, client) for client in clients])
+    gradients = torch.stack([loss_of(grad(summed_loss), client) for client in clients])
+
+    assert_near(loss_of(vmap(loss), stacked), values)
+    assert_near(loss_of(vmap(vmap(loss)), stacked), values)
+    assert_near(loss_of(vmap(grad(summed_loss)), stacked), gradients)
+
+
+def assert_near(value: Tensor, expected: Tensor) -> None:
+    """Two ways of computing a number agree."""
+    torch.testing.assert_close(value, expected, rtol=NEAR, atol=NEAR)
 
 
 @every_loss
 def test_the_gradient_is_the_slope(loss: Loss) -> None:
-    s, t, y = draw(3, scale=0.3, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda z: loss(z, t, y), s.requires_grad_())
+    batch = random_batch(3, classes=CLASSES, scale=0.3)
+
+    assert torch.autograd.gradcheck(
+        lambda student: loss(student, batch.teacher, batch.labels), batch.student.requires_grad_()
+    )
 
 
 @every_loss
-def test_inputs_are_left_alone(loss: Loss) -> None:
-    s, t, y = draw(9)
-    before = s.clone(), t.clone(), y.clone()
-    loss(s, t, y)
-    assert all(torch.equal(a, b) for a, b in zip((s, t, y), before, strict=True))
+def test_inputs_are_not_changed(loss: Loss) -> None:
+    batch = random_batch(9, classes=CLASSES, dtype=torch.float32)
+    copy = Batch(batch.student.clone(), batch.teacher.clone(), batch.labels.clone())
+
+    loss_of(loss, batch)
+
+    assert torch.equal(batch.student, copy.student)
+    assert torch.equal(batch.teacher, copy.teacher)
+    assert torch.equal(batch.labels, copy.labels)
 
 
 def test_a_temperature_may_be_a_tensor_and_differ_between_stacked_clients() -> None:
-    s, _, y = draw(4, 9, dtype=torch.float64)
+    batch = random_batch(4, 9, classes=CLASSES)
     taus = torch.tensor([0.1, 0.5, 1.0, 2.0], dtype=torch.float64)
-    stacked = vmap(losses.cross_entropy)(s, y, taus)
-    each = torch.stack([losses.cross_entropy(s[k], y[k], float(taus[k])) for k in range(4)])
-    torch.testing.assert_close(stacked, each, rtol=NEAR, atol=NEAR)
-    assert losses.kd(s[0].float(), s[1].float(), taus[0]).dtype == torch.float32
+
+    stacked = vmap(losses.cross_entropy)(batch.student, batch.labels, taus)
+
+    for client in range(4):
+        tau = float(taus[client])
+        expected = losses.cross_entropy(batch.student[client], batch.labels[client], tau)
+        assert_near(stacked[client], expected)
+    student = batch.student[0].float()
+    teacher = batch.student[1].float()
+    assert losses.kd(student, teacher, taus[0]).dtype == torch.float32
 
 
 def test_standardised_equal_logits_are_zeros_with_a_finite_gradient() -> None:
-    z = torch.full((2, 5), 1e4, requires_grad=True)
-    (2 * losses.standardize(z)[:, 0]).sum().backward()
-    assert torch.equal(losses.standardize(z), torch.zeros(2, 5))
-    assert z.grad is not None
-    assert z.grad.isfinite().all()
+    logits = torch.full((2, 5), 1e4, requires_grad=True)
+
+    standardised = losses.standardize(logits)
+    (gradient,) = torch.autograd.grad(2 * standardised[:, 0].sum(), logits)
+
+    assert torch.equal(standardised, torch.zeros(2, 5))
+    assert gradient.isfinite().all()
 
 
 def test_every_loss_of_logits_has_a_row() -> None:
-    named = {name.split(",")[0] for name in TABLE} | {"standardize", "proximal", "quadratic"}
-    assert named == set(losses.__all__)
+    functions = {row.split(",")[0] for row in TABLE}
+    functions |= {"standardize", "proximal", "quadratic"}
+
+    assert functions == set(losses.__all__)
 
 
 def test_penalties_of_stacked_clients() -> None:
-    w = {"a": torch.arange(6.0).reshape(3, 2).double(), "b": torch.ones(3, 4).double()}
-    start = {"a": torch.zeros(2).double(), "b": torch.zeros(4).double()}
-    stacked = vmap(lambda p: losses.proximal(p, start, 0.5))(w)
-    each = [losses.proximal({k: v[i] for k, v in w.items()}, start, 0.5) for i in range(3)]
-    torch.testing.assert_close(stacked, torch.stack(each), rtol=NEAR, atol=NEAR)
+    stacked_params = {
+        "a": torch.arange(6.0).reshape(3, 2).double(),
+        "b": torch.ones(3, 4).double(),
+    }
+    anchor = {"a": torch.zeros(2).double(), "b": torch.zeros(4).double()}
+
+    stacked = vmap(lambda params: losses.proximal(params, anchor, 0.5))(stacked_params)
+
+    for client in range(3):
+        params = {name: values[client] for name, values in stacked_params.items()}
+        assert_near(stacked[client], losses.proximal(params, anchor, 0.5))
