@@ -382,8 +382,9 @@ def test_an_authority_that_has_expired_signs_nothing(tmp_path: Path) -> None:
         folder.renew(federation, ())
 
 
-@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:", ":8443"])
-def test_an_address_that_is_none_is_refused(address: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:", ":8443", "here:0", "here:99999"])
+def test_an_invalid_address_is_refused_before_a_connection(address: str, tmp_path: Path) -> None:
     member = replace(folder.membership(made(tmp_path).client(0)), address=address)
-    with pytest.raises(ConfigError, match="must be HOST:PORT"):
+
+    with pytest.raises(ConfigError, match=f"address = {address!r}"):
         connected(member)

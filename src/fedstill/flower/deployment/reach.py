@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.core.errors import ConfigError
-from fedstill.flower.deployment.folder import LOOPBACK, is_loopback
+from fedstill.flower.deployment.folder import LOOPBACK, MAX_PORT, is_loopback
 
 CONNECT_SECONDS = 30.0
 """The time limit for establishing a connection, in seconds."""
@@ -62,7 +62,10 @@ def split_address(address: str, source: Path) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"{source}: address = {address!r} must be HOST:PORT")
-    return host.strip("[]"), int(port)
+    number = int(port)
+    if not 1 <= number <= MAX_PORT:
+        raise ConfigError(f"{source}: address = {address!r} has no port from 1 to {MAX_PORT}")
+    return host.strip("[]"), number
 
 
 def host_of(address: str) -> str:
