@@ -23,29 +23,35 @@ LABELS = torch.arange(60) % 4
 @pytest.mark.parametrize("order", ["mixed", "by_class"])
 def test_what_has_arrived_stays_and_in_the_last_round_all_is_there(order: str) -> None:
     arrival = Arrival(order, 0.1, rounds=4, seed=3)  # type: ignore[arg-type]
+
     turns = arrival.ranks(1, LABELS)
+
     assert sorted(turns.tolist()) == list(range(60))
     assert torch.equal(turns, arrival.ranks(1, LABELS)), "a function of the seed"
     assert not torch.equal(turns, arrival.ranks(2, LABELS)), "and of the client"
+
     everything = torch.arange(60)
     by_round = [arrival.arrived(turns, everything, r).tolist() for r in range(6)]
     assert by_round[0] == by_round[1], "the census is before round 1"
-    assert [len(r) for r in by_round[1:5]] == [round(60 * s) for s in (0.1, 0.4, 0.7, 1.0)]
-    assert all(set(a) <= set(b) for a, b in itertools.pairwise(by_round))
-    assert all(r == sorted(r) for r in by_round), "in the order that they have"
+    shares = (0.1, 0.4, 0.7, 1.0)
+    assert [len(arrived) for arrived in by_round[1:5]] == [round(60 * share) for share in shares]
+    for arrived, arrived_next in itertools.pairwise(by_round):
+        assert set(arrived) <= set(arrived_next)
+    assert all(arrived == sorted(arrived) for arrived in by_round), "in the order that they have"
     assert by_round[5] == everything.tolist()
 
 
 def test_class_after_class_comes_one_class_before_the_next() -> None:
     turns = Arrival("by_class", 0.25, rounds=4, seed=0).ranks(0, LABELS)
-    order = LABELS[turns.argsort()].tolist()
-    assert len({tuple(order[i : i + 15]) for i in range(0, 60, 15)}) == 4
-    assert all(len(set(order[i : i + 15])) == 1 for i in range(0, 60, 15))
-    firsts = {
-        int(LABELS[Arrival("by_class", 0.25, 4, seed).ranks(0, LABELS).argmin()])
-        for seed in range(20)
-    }
-    assert firsts == {0, 1, 2, 3}, "which class comes first is drawn"
+    quarters = LABELS[turns.argsort()].reshape(4, 15)
+    assert (quarters == quarters[:, :1]).all(), "one class in each quarter"
+    assert sorted(quarters[:, 0].tolist()) == [0, 1, 2, 3]
+
+    first_classes = set()
+    for seed in range(20):
+        turns = Arrival("by_class", 0.25, 4, seed).ranks(0, LABELS)
+        first_classes.add(int(LABELS[turns.argmin()]))
+    assert first_classes == {0, 1, 2, 3}, "which class comes first is drawn"
 
 
 def test_evenly_drawn_data_have_all_classes_early() -> None:
@@ -56,17 +62,18 @@ def test_evenly_drawn_data_have_all_classes_early() -> None:
 def test_one_example_at_least_is_there_of_whatever_is_asked() -> None:
     arrival = Arrival("mixed", 0.01, rounds=3, seed=0)
     turns = arrival.ranks(0, LABELS)
-    held = turns.argsort()[-5:]
+    last_five = turns.argsort()[-5:]
     assert arrival.arrived(turns, torch.arange(60), 1).tolist() == [int(turns.argmin())]
-    assert arrival.arrived(turns, held, 1).tolist() == [int(held[0])], "the first of them to arrive"
+    first_of_them = [int(last_five[0])]
+    assert arrival.arrived(turns, last_five, 1).tolist() == first_of_them
     assert arrival.arrived(turns, torch.arange(0), 1).tolist() == []
 
 
 def prepared(**query: object) -> Prepared:
-    return prepare(
-        resolve(toys.asking_again(rounds=4, query={"draw": "all", "again": "mixed", **query})),
-        toys.blobs(),
-    )
+    """A run of four rounds in which new data arrive, with changes of its table ``[query]``."""
+    table = {"draw": "all", "again": "mixed", **query}
+    experiment = toys.asking_again(rounds=4, query=table)
+    return prepare(resolve(experiment), toys.blobs())
 
 
 def test_a_clients_views_grow_in_equal_parts_by_default() -> None:
@@ -89,17 +96,16 @@ def test_what_is_held_out_once_is_never_trained_on() -> None:
     ready = prepared(data_at_first=0.4)
     marks = torch.arange(len(ready.sites.train))
     for client in range(6):
-        own, held = set[int](), set[int]()
+        trained_on = set[int]()
+        held_out = set[int]()
         for round in (1, 2, 3, 4):
             for name in ("fit", "transfer", "refine"):
                 share = ready.settings.plans[name].validation
                 division = ready.sites.division(client, share, round)
-                train = division.train
-                kept = division.held_out
-                own |= set(marks[train].tolist())
-                held |= set(marks[kept].tolist())
-        assert not own & held
-        assert own | held == set(ready.sites.positions(client).tolist())
+                trained_on |= set(marks[division.train].tolist())
+                held_out |= set(marks[division.held_out].tolist())
+        assert not trained_on & held_out
+        assert trained_on | held_out == set(ready.sites.positions(client).tolist())
 
 
 def test_without_new_data_views_are_as_ever() -> None:

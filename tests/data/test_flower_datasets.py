@@ -33,22 +33,23 @@ LABELS = np.random.RandomState(0).randint(0, 5, 400)
 )
 def test_the_parts_are_the_partitioners_own(name: str, options: dict[str, object]) -> None:
     import datasets
-    from flwr_datasets import partitioner as known
+    from flwr_datasets import partitioner as partitioners
 
     parts = flower_datasets(LABELS, 5, 3, name, options)  # type: ignore[arg-type]
     again = flower_datasets(LABELS, 5, 3, name, options)  # type: ignore[arg-type]
-    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
-    together = np.concatenate(parts)
-    assert len(np.unique(together)) == len(together)
-    kind = getattr(known, name)
-    more = (
-        {"partition_by": "label", "seed": 3}
-        if name not in ("IidPartitioner", "LinearPartitioner")
-        else {}
-    )
-    theirs = kind(num_partitions=5, **more, **options)
-    theirs.dataset = datasets.Dataset.from_dict({"label": LABELS, "at": np.arange(len(LABELS))})
-    assert [list(theirs.load_partition(i)["at"]) for i in range(5)] == [p.tolist() for p in parts]
+    assert [part.tolist() for part in again] == [part.tolist() for part in parts]
+    positions = np.concatenate(parts)
+    assert len(np.unique(positions)) == len(positions)
+
+    required: dict[str, object] = {}
+    if name not in ("IidPartitioner", "LinearPartitioner"):
+        required = {"partition_by": "label", "seed": 3}
+    kind = getattr(partitioners, name)
+    theirs = kind(num_partitions=5, **required, **options)
+    columns = {"label": LABELS, "position": np.arange(len(LABELS))}
+    theirs.dataset = datasets.Dataset.from_dict(columns)
+    for client, part in enumerate(parts):
+        assert list(theirs.load_partition(client)["position"]) == part.tolist()
 
 
 def test_what_cannot_be_is_named() -> None:

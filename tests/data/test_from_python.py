@@ -36,6 +36,7 @@ LABELS = np.arange(N) % 3
 
 
 def patients(count: int = N, seed: int = 0) -> pd.DataFrame:
+    """Rows with numbers, categories, owners and named labels."""
     draw = np.random.default_rng(seed)
     return pd.DataFrame(
         {
@@ -74,20 +75,25 @@ class Pairs(torch.utils.data.Dataset[Any]):
 
 
 def pixels(*shape: int) -> np.ndarray[Any, Any]:
+    """Random images of one shape."""
     return np.random.default_rng(0).integers(0, 255, (N, *shape)).astype("uint8")
 
 
-def pictures(mode: str = "RGB", side: int = 8) -> list[Image.Image]:
-    array = pixels(side, side) if mode == "L" else pixels(side, side, 3)
+def pictures(mode: str = "RGB") -> list[Image.Image]:
+    """Random images of 8 × 8 pixels."""
+    array = pixels(8, 8, 3)
+    if mode == "L":
+        array = pixels(8, 8)
     return [Image.fromarray(picture) for picture in array]
 
 
-def same(data: Dataset, other: Dataset) -> bool:
+def same(data: Dataset, expected: Dataset) -> bool:
+    """Whether two data sets hold the same, and say the same about it."""
     return (
-        examples_digest(data.train) == examples_digest(other.train)
-        and examples_digest(data.test) == examples_digest(other.test)
-        and data.classes == other.classes
-        and data.about == other.about
+        examples_digest(data.train) == examples_digest(expected.train)
+        and examples_digest(data.test) == examples_digest(expected.test)
+        and data.classes == expected.classes
+        and data.about == expected.about
     )
 
 
@@ -128,8 +134,8 @@ def test_an_index_is_left_out_as_that_of_a_file_is(tmp_path: Path) -> None:
 def test_the_numbers_of_rows_of_some_clients_are_no_column() -> None:
     frame = patients().drop(columns=["ward", "hospital"])
     mixed = {"north": frame[:30].reset_index(drop=True), "south": frame[30:]}
-    named = {"north": frame[:30], "south": frame[30:].rename_axis("patient")}
-    for frames in (mixed, named):
+    one_with_a_name = {"north": frame[:30], "south": frame[30:].rename_axis("patient")}
+    for frames in (mixed, one_with_a_name):
         for clients in (frames, dict(reversed(frames.items()))):
             data = from_python("mine", clients, test=frame)
             assert data.about.columns == ("age", "pressure")
@@ -145,9 +151,12 @@ def test_a_column_names_the_splits_of_each_client() -> None:
 
 
 def test_splits_may_be_a_pair_a_mapping_or_keywords() -> None:
-    train, test, validation = patients(40, 1), patients(20, 2), patients(10, 3)
+    train = patients(40, 1)
+    test = patients(20, 2)
+    validation = patients(10, 3)
     want = from_python("mine", train, test, **FIELDS)
-    assert (len(want.train), len(want.test)) == (40, 20)
+    assert len(want.train) == 40
+    assert len(want.test) == 20
     assert same(from_python("mine", (train, test), **FIELDS), want)
     assert same(from_python("mine", {"train": train, "Testing": test}, **FIELDS), want)
     three = from_python("mine", {"train": train, "val": validation, "test": test}, **FIELDS)
@@ -271,8 +280,10 @@ def test_pictures_are_read_as_a_folder_of_them_is(tmp_path: Path, mode: str) -> 
     assert same(from_python("mine", source), load_dataset(tmp_path / "mine"))
     assert from_python("mine", source, size=4).input_shape[1:] == (4, 4)
     assert from_python("mine", source, mode="grey").input_shape == (1, 8, 8)
+
+    images[1] = images[1].resize((8, 9))
     with pytest.raises(DataError, match=r"mine, train: example 1 .*data.size"):
-        from_python("mine", Pairs([images[0], images[1].resize((8, 9)), *images[2:]], LABELS))
+        from_python("mine", Pairs(images, LABELS))
 
 
 def test_pictures_are_upright_and_their_sixteen_bits_are_a_warning(tmp_path: Path) -> None:
@@ -282,12 +293,14 @@ def test_pictures_are_upright_and_their_sixteen_bits_are_a_warning(tmp_path: Pat
         exif = Image.Exif()
         exif[0x0112] = 6
         picture.resize((8, 6)).save(folder / f"{i:02}.png", exif=exif)
+
     files = sorted(tmp_path.glob("mine/*/*.png"))
-    turned = Pairs([Image.open(file) for file in files], [0] * 6 + [1] * 6)
+    turned = Pairs(list(map(Image.open, files)), [0] * 6 + [1] * 6)
     turned.classes = ["a", "b"]  # type: ignore[attr-defined]
     data = from_python("mine", turned)
     assert data.input_shape == (3, 8, 6)
     assert same(data, load_dataset(tmp_path / "mine"))
+
     dark = [Image.fromarray(np.full((8, 8), i, dtype="uint16")) for i in range(N)]
     (warning,) = from_python("mine", Pairs(dark, LABELS)).about.warnings
     assert "16-bit" in warning
@@ -313,7 +326,8 @@ def test_a_truncated_picture_is_named() -> None:
     Image.fromarray(pixels(8, 8, 3)[0]).save(file, "png")
     good = file.getvalue()
     files = [good, good[:-60]] + [good] * 38
-    broken = Pairs([Image.open(io.BytesIO(content)) for content in files], [0, 1] * 20)
+    images = [Image.open(io.BytesIO(content)) for content in files]
+    broken = Pairs(images, [0, 1] * 20)
     with pytest.raises(DataError, match=r"mine, train: example 1 cannot be decoded"):
         from_python("mine", broken)
 
@@ -323,15 +337,16 @@ def test_the_classes_of_a_data_set_are_those_of_its_subsets() -> None:
     source.classes = ["a", "b", "c"]  # type: ignore[attr-defined]
     assert from_python("mine", Subset(source, range(30))).classes == ("a", "b", "c")
     assert from_python("mine", source, classes=["x", "y", "z"]).classes == ("x", "y", "z")
-    other = Pairs(pixels(3, 8, 8), LABELS)
-    other.classes = ["c", "b", "a"]  # type: ignore[attr-defined]
+    reverse = Pairs(pixels(3, 8, 8), LABELS)
+    reverse.classes = ["c", "b", "a"]  # type: ignore[attr-defined]
     with pytest.raises(DataError, match=r"mine, test .*classes="):
-        from_python("mine", source, other)
-    named = from_python("mine", source, other, classes=["x", "y", "z"])
-    assert named.classes == ("x", "y", "z")
+        from_python("mine", source, reverse)
+    renamed = from_python("mine", source, reverse, classes=["x", "y", "z"])
+    assert renamed.classes == ("x", "y", "z")
 
 
 def pairs_of_classes(names: list[str]) -> Pairs:
+    """A data set that names its classes."""
     data = Pairs(torch.rand(N, 5), LABELS)
     data.classes = names  # type: ignore[attr-defined]
     return data
@@ -347,10 +362,10 @@ def test_the_classes_of_a_concatenation_are_those_of_its_parts() -> None:
 
 
 def test_a_concatenation_of_data_sets_with_other_classes_is_refused() -> None:
-    both = ConcatDataset([pairs_of_classes(["a", "b", "c"]), pairs_of_classes(["c", "b", "a"])])
+    mixed = ConcatDataset([pairs_of_classes(["a", "b", "c"]), pairs_of_classes(["c", "b", "a"])])
     with pytest.raises(DataError, match=r"different classes.*classes="):
-        from_python("mine", both)
-    assert from_python("mine", both, classes=["x", "y", "z"]).classes == ("x", "y", "z")
+        from_python("mine", mixed)
+    assert from_python("mine", mixed, classes=["x", "y", "z"]).classes == ("x", "y", "z")
 
 
 def test_a_data_loader_is_its_data_set() -> None:
@@ -363,8 +378,8 @@ def test_a_data_loader_is_its_data_set() -> None:
         assert "plan.batch" in warning
     data = from_python("mine", DataLoader(source, collate_fn=lambda rows: rows))
     assert "collate_fn" in data.about.warnings[0]
-    both = DataLoader(source), DataLoader(source)
-    assert len(from_python("mine", both).about.warnings) == 1
+    loaders = DataLoader(source), DataLoader(source)
+    assert len(from_python("mine", loaders).about.warnings) == 1
 
 
 @pytest.mark.parametrize(
@@ -391,11 +406,14 @@ def test_a_transform_that_draws_is_a_warning_and_gives_the_same_each_time(draw: 
     assert same(from_python("mine", source), data)
     (warning,) = data.about.warnings
     assert "data.augment" in warning
-    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()[1].tolist()
+    torch_state = torch.get_rng_state().tolist()
     from_python("mine", source)
-    assert states[0] == random.getstate()
-    assert states[1] == np.random.get_state()[1].tolist()
-    assert states[2] == torch.get_rng_state().tolist()
+    assert python_state == random.getstate()
+    assert numpy_state == np.random.get_state()[1].tolist()
+    assert torch_state == torch.get_rng_state().tolist()
 
 
 @pytest.mark.parametrize(
@@ -476,13 +494,13 @@ def test_fields_that_the_data_do_not_have_are_refused() -> None:
         from_python("mine", patients(), classes=["a", "b"])
     with pytest.raises(UnknownName, match=r"'label_colum'.*label_column"):
         from_python("mine", patients(), label_colum="label")
-    for source in (
-        (torch.rand(N, 5), LABELS),
-        TensorDataset(torch.rand(N, 5), torch.from_numpy(LABELS)),
-        Pairs(torch.rand(N, 5), LABELS),
-    ):
+
+    values = torch.rand(N, 5)
+    tensors = TensorDataset(values, torch.from_numpy(LABELS))
+    for source in ((values, LABELS), tensors, Pairs(values, LABELS)):
         with pytest.raises(ConfigError, match="mine, train: size"):
             from_python("mine", source, size=4)
+
     for size in (0, 4097):
         with pytest.raises(ConfigError, match=f"data.size = {size}"):
             from_python("mine", Pairs(pictures(), LABELS), size=size)
@@ -516,10 +534,17 @@ def test_a_mapping_holds_either_splits_or_clients(data: Any, match: str) -> None
 
 
 def by_client(data: Dataset, split: str = "train") -> dict[str, int]:
-    examples = getattr(data, split)
-    assert examples.owners is not None
-    counts = torch.bincount(examples.owners, minlength=len(data.about.owners))
+    """The number of examples of each client in a split."""
+    owners = getattr(data, split).owners
+    assert owners is not None
+    counts = torch.bincount(owners, minlength=len(data.about.owners))
     return dict(zip(data.about.owners, counts.tolist(), strict=True))
+
+
+def all_by_client(data: Dataset) -> dict[str, int]:
+    """The number of training and test examples of each client."""
+    test_counts = by_client(data, "test")
+    return {name: count + test_counts[name] for name, count in by_client(data).items()}
 
 
 def test_frames_of_clients_keep_the_order_and_names_of_the_mapping() -> None:
@@ -531,17 +556,16 @@ def test_frames_of_clients_keep_the_order_and_names_of_the_mapping() -> None:
     assert examples_digest(data.train) == examples_digest(together.train)
     assert examples_digest(data.test) == examples_digest(together.test)
 
-    own = {name: (frame, patients(6, 5)) for name, frame in frames.items()}
-    data = from_python("mine", own, **FIELDS)
+    client_pairs = {name: (frame, patients(6, 5)) for name, frame in frames.items()}
+    data = from_python("mine", client_pairs, **FIELDS)
     assert by_client(data, "test") == {"south": 6, "north": 6, "7": 6}
-    data = from_python("mine", own, test=patients(10, 4), **FIELDS)
-    assert (len(data.test), data.test.owners) == (10, None)
+    data = from_python("mine", client_pairs, test=patients(10, 4), **FIELDS)
+    assert len(data.test) == 10
+    assert data.test.owners is None
     assert any("test=" in warning for warning in data.about.warnings)
+
     held_out = from_python("mine", frames, **FIELDS)
-    counts = {
-        name: by_client(held_out)[name] + n for name, n in by_client(held_out, "test").items()
-    }
-    assert counts == {"south": 30, "north": 20, "7": 12}
+    assert all_by_client(held_out) == {"south": 30, "north": 20, "7": 12}
 
 
 def test_a_dropped_row_leaves_the_other_rows_with_their_clients() -> None:
@@ -584,34 +608,34 @@ def test_class_names_that_differ_between_clients_are_refused() -> None:
         features = datasets.Features(
             {"a": datasets.Value("float32"), "label": datasets.ClassLabel(names=names)}
         )
-        columns = {"a": [float(i) for i in range(10)], "label": [i % 2 for i in range(10)]}
+        columns = {"a": np.arange(10.0), "label": [0, 1] * 5}
         return datasets.Dataset.from_dict(columns, features=features)
 
     with pytest.raises(DataError, match=r"'label' has different .*mine, client b.*client a"):
         from_python("mine", {"a": hub(["no", "yes"]), "b": hub(["yes", "no"])})
-    assert from_python("mine", {"a": hub(["no", "yes"]), "b": hub(["no", "yes"])}).classes == (
-        "no",
-        "yes",
-    )
+    equal = {"a": hub(["no", "yes"]), "b": hub(["no", "yes"])}
+    assert from_python("mine", equal).classes == ("no", "yes")
 
 
 def test_pairs_of_clients_are_those_of_from_clients() -> None:
     draw = np.random.default_rng(0)
-    pairs = [(draw.random((n, 5)).astype("float32"), np.arange(n) % 3) for n in (30, 12)]
-    want = from_clients("mine", [(p, p) for p in pairs], names=["z", "a"])
+    values = [draw.random((count, 5)).astype("float32") for count in (30, 12)]
+    pairs = [(rows, np.arange(len(rows)) % 3) for rows in values]
+    expected = from_clients("mine", [(p, p) for p in pairs], names=["z", "a"])
     sources = [Pairs(*pair) for pair in pairs]
     loaders = [DataLoader(source) for source in sources]
     for parts in (pairs, sources):
-        named = {name: (part, part) for name, part in zip(("z", "a"), parts, strict=True)}
-        assert same(from_python("mine", named), want)
-        splits = {name: {"train": part, "test": test} for name, (part, test) in named.items()}
-        assert same(from_python("mine", splits), want)
+        clients = {name: (part, part) for name, part in zip(("z", "a"), parts, strict=True)}
+        assert same(from_python("mine", clients), expected)
+        splits = {name: {"train": part, "test": test} for name, (part, test) in clients.items()}
+        assert same(from_python("mine", splits), expected)
     data = from_python("mine", dict(zip(("z", "a"), loaders, strict=True)))
-    assert (len(data.train), len(data.test)) == (33, 9)
-    counts = {name: by_client(data)[name] + n for name, n in by_client(data, "test").items()}
-    assert counts == {"z": 30, "a": 12}
+    assert len(data.train) == 33
+    assert len(data.test) == 9
+    assert all_by_client(data) == {"z": 30, "a": 12}
+
     with pytest.raises(DataError, match=r"mine, client 1, train: .*regression"):
-        from_python("mine", {0: sources[0], 1: Pairs(pairs[1][0], pairs[1][1] + 0.5)})
+        from_python("mine", {0: sources[0], 1: Pairs(values[1], pairs[1][1] + 0.5)})
 
 
 def test_hugging_face_images_of_clients(tmp_path: Path) -> None:

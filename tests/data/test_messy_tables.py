@@ -25,12 +25,7 @@ from fedstill.data.sources.tables import ParquetFrame
 COUNT = 40
 
 
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("FEDSTILL_DATA", raising=False)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("place")
 
 
 def csv(header: str, *rows: str, name: str = "mine.csv") -> str:
@@ -42,10 +37,12 @@ def csv(header: str, *rows: str, name: str = "mine.csv") -> str:
 
 
 def composed(text: str) -> str:
+    """A text whose accented letters are one character."""
     return unicodedata.normalize("NFC", text)
 
 
 def decomposed(text: str) -> str:
+    """A text whose accents are characters of their own."""
     return unicodedata.normalize("NFD", text)
 
 
@@ -59,11 +56,12 @@ def test_labels_in_two_unicode_forms_are_one_class() -> None:
 
 @pytest.mark.parametrize("declared", [(), (decomposed("Köln"), "Bonn")])
 def test_categories_in_two_unicode_forms_are_one(declared: tuple[str, ...]) -> None:
-    rows = [f"{{}},{form('Köln')},{index}" for index, form in enumerate((composed, decomposed))]
-    name = csv("x,ward,label", *rows, "{},Bonn,1")
+    rows = [f"{{}},{composed('Köln')},0", f"{{}},{decomposed('Köln')},1", "{},Bonn,1"]
+    name = csv("x,ward,label", *rows)
     data = load_dataset(name, columns=("x", "ward"), categorical=(("ward", declared),))
     assert set(data.about.features) == {"x", "ward=Bonn", composed("ward=Köln")}
-    assert data.train.values[:, 1:].sum(1).tolist() == [1.0] * len(data.train)
+    one_hot_wards = data.train.values[:, 1:]
+    assert (one_hot_wards.sum(1) == 1.0).all()
 
 
 def test_owners_and_columns_in_two_unicode_forms_are_one() -> None:
@@ -75,10 +73,11 @@ def test_owners_and_columns_in_two_unicode_forms_are_one() -> None:
 
 
 def test_columns_of_parquet_files_in_two_unicode_forms_are_one() -> None:
+    Path("d").mkdir()
     for split, form in (("train", composed), ("test", decomposed)):
-        columns = {form("Größe"): np.arange(10.0), form("Gerät"): ["a"] * 10, "label": [0, 1] * 5}
-        Path("d").mkdir(exist_ok=True)
-        pq.write_table(pa.table(columns), f"d/{split}.parquet")
+        columns = [np.arange(10.0), ["a"] * 10, [0, 1] * 5]
+        names = [form("Größe"), form("Gerät"), "label"]
+        pq.write_table(pa.table(columns, names), f"d/{split}.parquet")
     data = load_dataset("d", columns=(decomposed("Größe"),), owner=composed("Gerät"))
     assert data.about.features == (composed("Größe"),)
     twice = {composed("ä"): [1.0, 2.0], decomposed("ä"): [1.0, 2.0], "label": [0, 1]}
@@ -149,21 +148,25 @@ def test_marks_of_missing_values_are_compared_as_numbers_and_as_texts() -> None:
     assert int(values[:, 0].isnan().sum()) == 10
     assert int(values[:, 1].isnan().sum()) == 20
 
-    table = pa.table({"a": [1, -999] * 20, "b": ["u", "k.A."] * 20, "label": [0, 1] * 20})
-    pq.write_table(table, "mine.parquet")
+    table = {"a": [1, -999] * 20, "b": ["u", "k.A."] * 20, "label": [0, 1] * 20}
+    pq.write_table(pa.table(table), "mine.parquet")
     columns = {"columns": ("a", "b"), "categorical": (("b", ()),)}
     read = load_dataset("mine.parquet", **columns, **fields)
     assert read.about.features == ("a", "b=u")
     assert int(read.train.values.isnan().sum()) == len(read.train)
 
 
-@pytest.mark.parametrize(("zero", "one"), [("0", "1"), ("0", "A")])
-def test_numbers_mark_no_labels_and_no_owners(zero: str, one: str) -> None:
-    name = csv("x,dose,site,label", f"{{}},1,{zero},{zero}", f"{{}},0,{one},{one}")
+@pytest.mark.parametrize(("first_label", "second_label"), [("0", "1"), ("0", "A")])
+def test_numbers_mark_no_labels_and_no_owners(first_label: str, second_label: str) -> None:
+    name = csv(
+        "x,dose,site,label",
+        f"{{}},1,{first_label},{first_label}",
+        f"{{}},0,{second_label},{second_label}",
+    )
     data = load_dataset(
         name, columns=("x", "dose"), owner="site", missing_values=(0,), missing="mean"
     )
-    assert data.classes == data.about.owners == (zero, one)
+    assert data.classes == data.about.owners == (first_label, second_label)
     assert set(data.train.labels.tolist()) == {0, 1}
     assert torch.equal(data.train.values[:, 1].isnan(), data.train.labels == 1)
     assert any("the label 0 is a class" in warning for warning in data.about.warnings)
@@ -341,14 +344,17 @@ def test_a_column_names_the_split() -> None:
 
 
 def test_rows_of_no_split_are_left_out_with_a_warning() -> None:
-    name = csv("x,fold,label", "{},train,0", "{},train,1", "{},test,1", "{},spare,0", "{},,1")
+    rows = ["{},train,0", "{},train,1", "{},test,1", "{},spare,0", "{},,1"]
+    name = csv("x,fold,label", *rows)
     data = load_dataset(name, split_column="fold")
-    assert (len(data.train), len(data.test)) == (16, 8)
+    assert len(data.train) == 16
+    assert len(data.test) == 8
     assert any("16 of 40 rows" in warning for warning in data.about.warnings)
+
     for values in (("a", "b"), ("test", "test")):
-        other = csv("x,fold,label", *[f"{{}},{value},0" for value in values])
+        without_training = csv("x,fold,label", *[f"{{}},{value},0" for value in values])
         with pytest.raises(DataError, match="'fold'"):
-            load_dataset(other, split_column="fold")
+            load_dataset(without_training, split_column="fold")
     with pytest.raises(DataError, match=r"data\.split_column"):
         load_dataset(name, split_column="split")
 
@@ -385,9 +391,9 @@ def test_the_lines_of_a_message_can_be_pasted() -> None:
     name = csv('age,sex,"on ward",note,label', "{0},f,A,{0} words,0", "{0},m,B,{0} others,1")
     with pytest.raises(DataError, match=r"data\]") as caught:
         load_dataset(name)
-    found = re.search(r"(columns = \[.*?\]) and (categorical = \{.*?\}) \(", str(caught.value))
-    assert found is not None
-    data = DataTable.read(tomllib.loads("\n".join(found.groups())), "data")
+    lines = re.search(r"(columns = \[.*?\]) and (categorical = \{.*?\}) \(", str(caught.value))
+    assert lines is not None
+    data = DataTable.read(tomllib.loads("\n".join(lines.groups())), "data")
     assert data.columns == ("age", "sex", "on ward")
     read = load_dataset(name, **data.form)
     assert read.about.features == ("age", "sex=f", "sex=m", "on ward=A", "on ward=B")
@@ -413,9 +419,8 @@ def test_texts_and_numbers_are_read_in_batches(monkeypatch: pytest.MonkeyPatch) 
     """A row of its own for each value would take minutes for a million rows."""
     rows = 50_000
     labels = np.where(np.arange(rows) % 2, "ill", "well")
-    table = pa.table(
-        {"x": np.arange(rows) % 7, "note": [f"n{i}" for i in range(rows)], "label": labels}
-    )
+    notes = [f"n{row}" for row in range(rows)]
+    table = pa.table({"x": np.arange(rows) % 7, "note": notes, "label": labels})
     pq.write_table(table, "large.parquet")
     batches = 0
     iter_batches = pq.ParquetFile.iter_batches

@@ -27,6 +27,7 @@ SERIES = {"curve": [[[float(row)], [1.0]] for row in range(ROWS)], "label": LABE
 
 
 def problem(columns: dict[str, list[Any]], /, **options: Any) -> str:
+    """The message that refuses a frame of these columns with these options."""
     with pytest.raises(ConfigError) as caught:
         fedstill.from_python("mine", pd.DataFrame(columns), **options)
     return str(caught.value)
@@ -101,7 +102,7 @@ def test_a_frame_may_hold_encoded_images_as_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "named", "unnamed"),
+    ("options", "set_keys", "unset_key"),
     [
         ({"input": "age", "columns": ("age",)}, ("data.input_column", "data.columns"), "data.kind"),
         ({"input": "age", "kind": "table"}, ("data.input_column", "data.kind"), "data.columns"),
@@ -111,11 +112,11 @@ def test_a_frame_may_hold_encoded_images_as_bytes() -> None:
     ],
 )
 def test_messages_name_keys_that_are_set(
-    options: dict[str, Any], named: tuple[str, ...], unnamed: str
+    options: dict[str, Any], set_keys: tuple[str, ...], unset_key: str
 ) -> None:
     message = problem(NUMBERS, **options)
-    assert all(key in message for key in named)
-    assert unnamed not in message
+    assert all(key in message for key in set_keys)
+    assert unset_key not in message
 
 
 def test_a_csv_file_with_a_column_of_images_names_only_that_key(tmp_path: Path) -> None:

@@ -48,30 +48,25 @@ def refuses():
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
+    """A folder with the file of functions above."""
     (tmp_path / "mine.py").write_text(FILE)
     return tmp_path
 
 
 def test_a_function_is_given_the_folder_if_it_takes_one(base: Path) -> None:
     data = load_dataset("mine.py:data", base=base, folder=base / "here")
-    assert (data.about.kind, data.input_shape, len(data.train)) == ("table", (4,), 30)
+    assert data.about.kind == "table"
+    assert data.input_shape == (4,)
+    assert len(data.train) == 30
     assert data.name == f"mine in {base / 'here'}"
 
 
 @pytest.mark.parametrize(
     ("function", "kind", "words"),
     [
-        (
-            "pairs",
-            ConfigError,
-            "'mine.py:pairs' returned a tuple",
-        ),
+        ("pairs", ConfigError, "'mine.py:pairs' returned a tuple"),
         ("nothing", ConfigError, "'mine.py:nothing' returned None"),
-        (
-            "needs",
-            ConfigError,
-            "'mine.py:needs' has a parameter 'seed'",
-        ),
+        ("needs", ConfigError, "'mine.py:needs' has a parameter 'seed'"),
         (
             "raises",
             DataError,
@@ -90,21 +85,28 @@ def test_a_broken_contract_is_one_line(
         assert isinstance(caught.value.__cause__, RuntimeError), "--debug shows the traceback"
 
 
+FILE_OF_OWNERS = """
+import numpy as np
+import fedstill
+
+def rows(seed):
+    return np.random.default_rng(seed).normal(size=(6, 4)), np.arange(6) % 2
+
+def data():
+    wards = [(rows(seed), rows(seed + 9)) for seed in range(3)]
+    return fedstill.from_clients("wards", wards, kind="table")
+
+def none():
+    return fedstill.from_tensors("all", rows(0), rows(1), kind="table")
+"""
+
+
 def test_owners_of_a_function_are_clients_or_tasks_by_any_column_name(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "import numpy as np\nimport fedstill\n"
-        "def some(k):\n    return np.random.default_rng(k).normal(size=(6, 4)), np.arange(6) % 2\n"
-        "def data():\n    each = [(some(k), some(k + 9)) for k in range(3)]\n"
-        "    return fedstill.from_clients('wards', each, kind='table')\n"
-        "def none():\n    return fedstill.from_tensors('all', some(0), some(1), kind='table')\n"
-    )
+    (tmp_path / "mine.py").write_text(FILE_OF_OWNERS)
     data = load_dataset("mine.py:data", base=tmp_path, owner="ward")
     assert data.train.owners is not None
     assert data.train.owners.bincount().tolist() == [6, 6, 6]
-    with pytest.raises(
-        DataError,
-        match=r"'mine\.py:none' .*column 'ward'",
-    ):
+    with pytest.raises(DataError, match=r"'mine\.py:none' .*column 'ward'"):
         load_dataset("mine.py:none", base=tmp_path, owner="ward")
 
 
@@ -117,18 +119,18 @@ def test_a_file_without_a_name_says_which_are_there(base: Path) -> None:
 
 def test_what_a_data_set_is_fits_on_a_line(base: Path) -> None:
     data = load_dataset("mine.py:data", base=base)
-    assert (
-        repr(data) == "<Dataset mine in None: 30 train, 9 test; rows of a table of (4,), 3 classes>"
-    )
+    line = "<Dataset mine in None: 30 train, 9 test; rows of a table of (4,), 3 classes>"
+    assert repr(data) == line
     assert repr(data.train) == "<Examples: 30 of shape (4,), torch.float32>"
 
 
 def test_images_with_their_channels_last_are_refused() -> None:
-    images, labels = np.zeros((6, 8, 8, 3), np.uint8), np.arange(6) % 2
+    labels = np.arange(6) % 2
+    images = np.zeros((6, 8, 8, 3), np.uint8)
     with pytest.raises(DataError, match=r"values\.transpose\(0, 3, 1, 2\)"):
         from_tensors("photos", (images, labels), (images, labels))
-    first = images.transpose(0, 3, 1, 2)
-    assert from_tensors("photos", (first, labels), (first, labels)).input_shape == (3, 8, 8)
+    pair = (images.transpose(0, 3, 1, 2), labels)
+    assert from_tensors("photos", pair, pair).input_shape == (3, 8, 8)
 
 
 @pytest.mark.parametrize(
@@ -149,16 +151,16 @@ def test_labels_of_another_type_are_refused_with_what_makes_class_ids(
     labels: np.ndarray, remedy: str
 ) -> None:
     with pytest.raises(DataError, match=remedy):
-        fedstill.from_tensors("mine", (np.zeros((3, 2)), labels), (np.zeros((3, 2)), labels))
+        from_tensors("mine", (np.zeros((3, 2)), labels), (np.zeros((3, 2)), labels))
 
 
 def test_a_client_without_examples_is_named() -> None:
-    some = np.zeros((3, 2)), np.arange(3)
-    none = np.zeros((0, 2)), np.zeros(0, dtype=int)
+    pair = np.zeros((3, 2)), np.arange(3)
+    empty_pair = np.zeros((0, 2)), np.zeros(0, dtype=int)
     with pytest.raises(DataError, match="mine, client 1"):
-        fedstill.from_clients("mine", [some, none], test=some)
+        fedstill.from_clients("mine", [pair, empty_pair], test=pair)
     with pytest.raises(DataError, match="mine, client 1 "):
-        fedstill.from_clients("mine", [(some, some), (some, none)])
+        fedstill.from_clients("mine", [(pair, pair), (pair, empty_pair)])
 
 
 def test_data_in_memory_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
@@ -180,11 +182,12 @@ def test_sounds_and_archives_of_other_numbers_are_led_to_a_function(tmp_path: Pa
 
 
 def test_a_run_may_resize_images_of_several_sizes(tmp_path: Path) -> None:
-    for split, n in (("train", 6), ("test", 4)):
-        for i in range(n):
-            place = tmp_path / "scans" / split / "ab"[i % 2]
-            place.mkdir(parents=True, exist_ok=True)
-            Image.new("L", (8 + i, 8), i).save(place / f"{i}.png")
+    for split, count in (("train", 6), ("test", 4)):
+        for number in range(count):
+            folder = tmp_path / "scans" / split / "ab"[number % 2]
+            folder.mkdir(parents=True, exist_ok=True)
+            image = Image.new("L", (8 + number, 8), number)
+            image.save(folder / f"{number}.png")
     config = tmp_path / "scans.toml"
     config.write_text('data = "scans"\ntopology = { clients = 2 }\npartition = "iid"\n')
     with pytest.raises(DataError, match=r"data\.size = 8"):

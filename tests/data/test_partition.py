@@ -5,6 +5,7 @@ refused.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import random
 from pathlib import Path
@@ -28,6 +29,7 @@ HAM10000 = np.repeat(np.arange(7), [327, 514, 1099, 115, 1113, 6705, 142])
 
 
 def real_cifar10_labels():
+    """The labels of the training split, in the order of the files."""
     folder = os.environ.get("FEDSTILL_DATA")
     if not folder or not (Path(folder) / "cifar10").is_dir():
         pytest.skip("FEDSTILL_DATA holds no cifar10")
@@ -39,15 +41,27 @@ def real_cifar10_labels():
 
 @pytest.fixture(params=["class sizes of CIFAR-10", "CIFAR-10"])
 def cifar10(request):
-    return BALANCED if request.param.startswith("class") else real_cifar10_labels()
+    """Labels with the class sizes of CIFAR-10: in the order of the classes, and the real ones."""
+    if request.param == "CIFAR-10":
+        return real_cifar10_labels()
+    return BALANCED
 
 
 def sizes(parts):
+    """The number of examples of each client."""
     return [len(part) for part in parts]
 
 
-def same(a, b):
-    return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+def class_counts(parts, labels):
+    """The number of classes of which each client has examples."""
+    return [len(np.unique(labels[part])) for part in parts]
+
+
+def same(parts, expected_parts):
+    """Whether two splits give all clients the same examples, in the same order."""
+    if len(parts) != len(expected_parts):
+        return False
+    return all(map(np.array_equal, parts, expected_parts))
 
 
 # The figures of papers.md, section 13
@@ -69,25 +83,35 @@ def draws(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("alpha", "found"), [(0.1, (2, 22, 2349)), (0.3, (1, 34, 1317)), (0.5, (1, 134, 1004))]
+    ("alpha", "draw_count", "smallest", "largest"),
+    [(0.1, 2, 22, 2349), (0.3, 1, 34, 1317), (0.5, 1, 134, 1004)],
 )
-def test_dirichlet_gives_the_official_sizes(cifar10, draws, alpha, found):
-    """``found``: the number of draws, and the sizes of the smallest and the largest client."""
+def test_dirichlet_gives_the_official_sizes(cifar10, draws, alpha, draw_count, smallest, largest):
     parts = p.dirichlet(cifar10, 100, alpha, SEED)
-    assert (len(draws), min(sizes(parts)), max(sizes(parts))) == found
+    assert len(draws) == draw_count
+    assert min(sizes(parts)) == smallest
+    assert max(sizes(parts)) == largest
 
 
 @pytest.mark.slow
 def test_dirichlet_005_is_accepted_at_the_19126th_draw(draws):
     parts = p.dirichlet(BALANCED, 100, 0.05, SEED)
-    assert (len(draws), min(sizes(parts)), max(sizes(parts))) == (19_126, 12, 2_731)
+    assert len(draws) == 19_126
+    assert min(sizes(parts)) == 12
+    assert max(sizes(parts)) == 2_731
 
 
 @pytest.mark.parametrize("shards", [2, 3, 5, 10])
 def test_sharding_deals_equal_clients_of_few_classes(cifar10, shards):
     parts = p.sharding(cifar10, 100, shards, SEED)
-    assert max(abs(n - 500) for n in sizes(parts)) <= (5000 % (10 * shards) > 0) * shards
-    assert max(len(np.unique(cifar10[part])) for part in parts) <= shards
+
+    # A class of 5,000 examples is cut into 10 * shards shards, whose sizes differ by at most 1.
+    shards_are_equal = 5_000 % (10 * shards) == 0
+    largest_deviation = max(abs(size - 500) for size in sizes(parts))
+    if shards_are_equal:
+        assert largest_deviation == 0
+    assert largest_deviation <= shards
+    assert max(class_counts(parts, cifar10)) <= shards
     assert len(np.unique(np.concatenate(parts))) == 50_000
     rows = p.shard_rows(100, 10, shards, SEED)
     assert np.bincount(rows.ravel()).tolist() == [10 * shards] * 10
@@ -98,22 +122,30 @@ def test_hiper_gives_the_notebooks_sizes():
     pool, public = p.public_split(len(labels), 5_000)
     assert len(pool) == 45_000
     assert len(np.union1d(pool, public)) == 50_000
+
     even = p.hiper(labels[pool], 4, 1.0, 42)
     assert sizes(even) == pytest.approx([11_400, 10_300, 10_200, 13_100], abs=75)
+
     skewed = p.hiper(labels[pool], 4, 0.1, 42)
-    assert len(skewed[0]) == pytest.approx(320, abs=2)
+    smallest = len(skewed[0])
+    assert smallest == pytest.approx(320, abs=2)
     # the paper's accuracies there are multiples of 1/64
-    assert len(skewed[0]) - len(skewed[0]) * 4 // 5 == 64
+    assert smallest - smallest * 4 // 5 == 64
 
 
-@pytest.mark.parametrize(("classes", "alpha"), [(2, 0.5), (2, 10.0), (2, 100.0)])
-def test_extended_dirichlet_succeeds_where_the_papers_use_it(classes, alpha):
-    parts = p.extended_dirichlet(BALANCED, 100, classes, alpha, SEED)
-    assert max(len(np.unique(BALANCED[part])) for part in parts) <= classes
+@pytest.mark.parametrize("alpha", [0.5, 10.0, 100.0])
+def test_extended_dirichlet_succeeds_where_the_papers_use_it(alpha):
+    parts = p.extended_dirichlet(BALANCED, 100, 2, alpha, SEED)
+    assert max(class_counts(parts, BALANCED)) <= 2
     assert min(sizes(parts)) >= 10
 
 
 # The official streams, re-derived with plain loops
+
+
+def cut_points(shares, size):
+    """Where the examples of a class are cut so that clients get their shares of it."""
+    return (np.cumsum(shares / shares.sum()) * size).astype(int)[:-1]
 
 
 def test_dirichlet_draws_what_the_official_code_draws():
@@ -121,19 +153,23 @@ def test_dirichlet_draws_what_the_official_code_draws():
     stream = np.random.RandomState(SEED)
     smallest = 0
     while smallest < 10:
-        held = [[] for _ in range(12)]
-        for c in range(5):
-            own = np.where(labels == c)[0]
-            stream.shuffle(own)
-            q = stream.dirichlet([0.3] * 12)
-            q = np.array([x if len(h) < 2000 / 12 else 0.0 for x, h in zip(q, held, strict=True)])
-            ends = [0, *(np.cumsum(q / q.sum()) * len(own)).astype(int)[:-1], len(own)]
-            for k in range(12):
-                held[k] += own[ends[k] : ends[k + 1]].tolist()
-        smallest = min(map(len, held))
-    for h in held:
-        stream.shuffle(h)
-    assert same(p.dirichlet(labels, 12, 0.3, SEED), held)
+        clients = [[] for _ in range(12)]
+        for label in range(5):
+            examples = np.where(labels == label)[0]
+            stream.shuffle(examples)
+            shares = stream.dirichlet([0.3] * 12)
+            # A client with an even share of all examples gets no more.
+            for k, client in enumerate(clients):
+                if len(client) >= 2000 / 12:
+                    shares[k] = 0.0
+            pieces = np.split(examples, cut_points(shares, len(examples)))
+            for client, piece in zip(clients, pieces, strict=True):
+                client += piece.tolist()
+        smallest = min(sizes(clients))
+    for client in clients:
+        stream.shuffle(client)
+
+    assert same(p.dirichlet(labels, 12, 0.3, SEED), clients)
 
 
 def test_sharding_draws_what_the_official_code_draws():
@@ -142,85 +178,104 @@ def test_sharding_draws_what_the_official_code_draws():
     random.Random(SEED).shuffle(deck)
     stream = np.random.RandomState(SEED)
     blocks = {}
-    for c in range(4):
-        own = np.where(labels == c)[0].tolist()
-        size, left = len(own) // 5, len(own) % 5
-        tail = own[len(own) - left :] if left else []
-        runs = [own[k * size : (k + 1) * size] for k in range(5)]
-        blocks[c] = [run + tail[k : k + 1] for k, run in enumerate(runs)]
+    for label in range(4):
+        examples = np.where(labels == label)[0].tolist()
+        size = len(examples) // 5
+        # The examples behind the fifth block go to the first blocks, one to each of them.
+        tail = examples[5 * size :]
+        runs = np.reshape(examples[: 5 * size], (5, size)).tolist()
+        blocks[label] = [run + tail[k : k + 1] for k, run in enumerate(runs)]
     expected = []
     for client in range(10):
-        mine = []
-        for c in deck[2 * client : 2 * client + 2]:
-            mine += blocks[c].pop(stream.choice(len(blocks[c]), replace=False))
-        expected.append(mine)
+        client_examples = []
+        for label in deck[2 * client : 2 * client + 2]:
+            position = stream.choice(len(blocks[label]), replace=False)
+            client_examples += blocks[label].pop(position)
+        expected.append(client_examples)
+
     assert same(p.sharding(labels, 10, 2, SEED), expected)
+
+
+def holders_of_classes(stream):
+    """The clients that hold each of six classes, drawn until all classes have two or more."""
+    holders = [[] for _ in range(6)]
+    while min(map(len, holders)) < 2:  # max(2 * 30 // 6 // 5, 1)
+        holders = [[] for _ in range(6)]
+        for client in range(30):
+            for label in stream.choice(range(6), 2, replace=False):
+                holders[label].append(client)
+    return holders
 
 
 def test_extended_dirichlet_draws_what_the_official_code_draws():
     labels = np.random.RandomState(5).randint(0, 6, 3000)
     stream = np.random.RandomState(7)
-    holders = {c: [] for c in range(6)}
-    while min(map(len, holders.values())) < 2:  # max(2 * 30 // 6 // 5, 1)
-        holders = {c: [] for c in range(6)}
-        for client in range(30):
-            for c in stream.choice(range(6), 2, replace=False):
-                holders[c].append(client)
+    holders = holders_of_classes(stream)
     smallest = 0
     while smallest < 10:
-        held = [[] for _ in range(30)]
-        for c in range(6):
-            own = np.where(labels == c)[0]
-            stream.shuffle(own)
-            q = stream.dirichlet([1.0] * 30)
-            q = np.array(
-                [
-                    x * (len(h) < 100 and j in holders[c])
-                    for j, (x, h) in enumerate(zip(q, held, strict=True))
-                ]
-            )
-            ends = (np.cumsum(q / q.sum()) * len(own)).astype(int)[:-1]
-            if ends[-1] != len(own):
-                ends[holders[c][-1] :] = len(own)
-            for h, piece in zip(held, np.split(own, ends), strict=True):
-                h += piece.tolist()
-        smallest = min(map(len, held))
-    for h in held:
-        stream.shuffle(h)
-    assert same(p.extended_dirichlet(labels, 30, 2, 1.0, 7), held)
+        clients = [[] for _ in range(30)]
+        for label in range(6):
+            examples = np.where(labels == label)[0]
+            stream.shuffle(examples)
+            shares = stream.dirichlet([1.0] * 30)
+            for k, client in enumerate(clients):
+                if k not in holders[label] or len(client) >= 3000 / 30:
+                    shares[k] = 0.0
+            ends = cut_points(shares, len(examples))
+            if ends[-1] != len(examples):
+                ends[holders[label][-1] :] = len(examples)
+            for client, piece in zip(clients, np.split(examples, ends), strict=True):
+                client += piece.tolist()
+        smallest = min(sizes(clients))
+    for client in clients:
+        stream.shuffle(client)
+
+    assert same(p.extended_dirichlet(labels, 30, 2, 1.0, 7), clients)
 
 
 def test_hiper_draws_what_the_notebook_draws():
     labels = np.random.RandomState(6).randint(0, 3, 400)
     matrix = np.random.RandomState(42).dirichlet([1.0] * 4, size=3)
     expected = [[] for _ in range(4)]
-    for c in range(3):
-        own, start = np.where(labels == c)[0], 0
-        for k in range(4):
-            count = len(own) - start if k == 3 else int(matrix[c, k] * len(own))
-            expected[k] += own[start : start + count].tolist()
-            start += count
-    for k, mine in enumerate(expected):
-        np.random.RandomState(42 + k).shuffle(mine)
+    for label in range(3):
+        examples = np.where(labels == label)[0]
+        start = 0
+        for k in range(3):
+            end = start + int(matrix[label, k] * len(examples))
+            expected[k] += examples[start:end].tolist()
+            start = end
+        expected[3] += examples[start:].tolist()
+    for k, client_examples in enumerate(expected):
+        np.random.RandomState(42 + k).shuffle(client_examples)
+
     assert same(p.hiper(labels, 4, 1.0, 42), expected)
 
 
 def test_the_fast_dirichlet_stream_is_sizes_first_then_one_shuffle():
     labels = np.random.RandomState(8).randint(0, 3, 300)
     rng = numpy_generator(SEED)
-    owned = [np.where(labels == c)[0] for c in range(3)]
-    held, counts = np.zeros((64, 7), dtype=int), []
-    for own in owned:
-        q = rng.dirichlet([2.0] * 7, 64) * (held < 300 / 7)
-        ends = (np.cumsum(q / q.sum(1, keepdims=True), axis=1) * len(own)).astype(int)[:, :-1]
-        counts.append(np.diff(ends, prepend=0, append=len(own), axis=1))
-        held += counts[-1]
-    first = int(np.flatnonzero(held.min(1) >= 5)[0])
-    pieces = [
-        np.split(rng.permutation(own), np.cumsum(c[first])[:-1])
-        for own, c in zip(owned, counts, strict=True)
-    ]
-    expected = [rng.permutation(np.concatenate(mine)) for mine in zip(*pieces, strict=True)]
+    examples_by_class = [np.where(labels == label)[0] for label in range(3)]
+
+    # 64 drafts at a time: the sizes alone. A row is a draft, a column a client.
+    client_sizes = np.zeros((64, 7), dtype=int)
+    drafts_by_class = []
+    for examples in examples_by_class:
+        shares = rng.dirichlet([2.0] * 7, 64) * (client_sizes < 300 / 7)
+        shares /= shares.sum(1, keepdims=True)
+        ends = (np.cumsum(shares, axis=1) * len(examples)).astype(int)[:, :-1]
+        counts = np.diff(ends, prepend=0, append=len(examples), axis=1)
+        drafts_by_class.append(counts)
+        client_sizes += counts
+    first = int(np.flatnonzero(client_sizes.min(1) >= 5)[0])
+
+    # The first draft whose clients are all large enough is filled with examples.
+    pieces = []
+    for examples, counts in zip(examples_by_class, drafts_by_class, strict=True):
+        ends = np.cumsum(counts[first])[:-1]
+        pieces.append(np.split(rng.permutation(examples), ends))
+    parts = map(np.concatenate, zip(*pieces, strict=True))
+    expected = [rng.permutation(part) for part in parts]
+
     assert same(p.dirichlet(labels, 7, 2.0, SEED, min_size=5, stream="fast"), expected)
 
 
@@ -231,48 +286,60 @@ def test_pathological_draws_owners_then_cuts_each_class(rule):
     owners = [[] for _ in range(4)]
     if rule == "random":
         for client in range(11):
-            for c in stream.choice(4, 2, replace=False):
-                owners[c].append(client)
+            for label in stream.choice(4, 2, replace=False):
+                owners[label].append(client)
     else:
+        # The classes that a client still lacks; those with the most choose first.
         needs = [2] * 11
-        for c in range(4):
+        for label in range(4):
             order = sorted(stream.permutation(11).tolist(), key=lambda k: -needs[k])
-            count = max(-(-sum(needs) // (4 - c)), sum(n >= 4 - c for n in needs))
-            owners[c] = sorted(k for k in order[:count] if needs[k] > 0)
-            for k in owners[c]:
+            classes_ahead = 4 - label
+            even_count = math.ceil(sum(needs) / classes_ahead)
+            urgent_count = sum(need >= classes_ahead for need in needs)
+            candidates = order[: max(even_count, urgent_count)]
+            owners[label] = sorted(k for k in candidates if needs[k] > 0)
+            for k in owners[label]:
                 needs[k] -= 1
+
     expected = [[] for _ in range(11)]
-    for c in range(4):
-        own = stream.permutation(np.where(labels == c)[0]).tolist()
-        even = len(own) / len(owners[c])
-        low = max(1, int(np.ceil(even / 10)))
-        for k, size in zip(
-            owners[c], stream.randint(low, int(np.ceil(even)), len(owners[c]) - 1), strict=False
-        ):
-            expected[k] += own[:size]
-            own = own[size:]
-        expected[owners[c][-1]] += own
+    for label in range(4):
+        *first_owners, last_owner = owners[label]
+        remaining = stream.permutation(np.where(labels == label)[0]).tolist()
+        even_size = len(remaining) / len(owners[label])
+        smallest = max(1, math.ceil(even_size / 10))
+        drawn_sizes = stream.randint(smallest, math.ceil(even_size), len(first_owners))
+        for k, size in zip(first_owners, drawn_sizes, strict=True):
+            expected[k] += remaining[:size]
+            remaining = remaining[size:]
+        expected[last_owner] += remaining
+
     assert same(p.pathological(labels, 11, 2, SEED, rule), expected)
 
 
 def test_hybrid_deals_odd_examples_in_turn_and_splits_the_rest_by_dirichlet():
     labels = np.random.RandomState(10).randint(0, 3, 400)
-    stream, even, turn = np.random.RandomState(SEED), 5, 0
-    expected, rest = [[] for _ in range(even)], []
-    for c in range(3):
-        own = stream.permutation(np.where(labels == c)[0]).tolist()
-        share = round(len(own) * even / 12)
-        takes = [share // even] * even
-        for extra in range(share % even):
-            takes[(turn + extra) % even] += 1
-        turn = (turn + share % even) % even
-        for k in range(even):
-            expected[k] += own[: takes[k]]
-            own = own[takes[k] :]
-        rest += own
-    rest = np.sort(rest)
-    expected += [rest[part] for part in p.dirichlet(labels[rest], 7, 1.0, SEED, min_size=1)]
-    assert same(p.hybrid(labels, 12, even / 12, SEED, alpha=1.0), expected)
+    stream = np.random.RandomState(SEED)
+    iid_clients = 5
+    turn = 0
+    expected = [[] for _ in range(iid_clients)]
+    dirichlet_pool = []
+    for label in range(3):
+        remaining = stream.permutation(np.where(labels == label)[0]).tolist()
+        iid_count = round(len(remaining) * iid_clients / 12)
+        counts = [iid_count // iid_clients] * iid_clients
+        odd_examples = iid_count % iid_clients
+        for _ in range(odd_examples):
+            counts[turn] += 1
+            turn = (turn + 1) % iid_clients
+        for k, count in enumerate(counts):
+            expected[k] += remaining[:count]
+            remaining = remaining[count:]
+        dirichlet_pool += remaining
+    dirichlet_pool = np.sort(dirichlet_pool)
+    dirichlet_parts = p.dirichlet(labels[dirichlet_pool], 7, 1.0, SEED, min_size=1)
+    expected += [dirichlet_pool[part] for part in dirichlet_parts]
+
+    assert same(p.hybrid(labels, 12, iid_clients / 12, SEED, alpha=1.0), expected)
 
 
 def test_iid_cuts_one_permutation_into_equal_parts():
@@ -284,17 +351,15 @@ def test_iid_cuts_one_permutation_into_equal_parts():
     "name", ["iid", "dirichlet", "extended_dirichlet", "hybrid", "pathological", "hiper"]
 )
 def test_all_clients_are_views_of_one_array(name):
-    parts = lookup("partition", name).target(
-        labels=BALANCED[::100], clients=10, seed=3, **FIELDS[name]
-    )
+    partition = lookup("partition", name).target
+    parts = partition(labels=BALANCED[::100], clients=10, seed=3, **FIELDS[name])
     assert isinstance(parts, ClientSplit)
     assert all(np.shares_memory(part, parts.positions) for part in parts)
 
 
 def test_public_split_is_torch_random_split():
-    pool, public = torch.utils.data.random_split(
-        range(100), [90, 10], generator=torch.Generator().manual_seed(42)
-    )
+    generator = torch.Generator().manual_seed(42)
+    pool, public = torch.utils.data.random_split(range(100), [90, 10], generator=generator)
     ours = p.public_split(100, 10)
     assert same(ours, (np.array(pool.indices), np.array(public.indices)))
 
@@ -330,24 +395,26 @@ CASES = [(name, {}) for name in names("partition") if name not in ELSEWHERE] + O
 def test_every_split_is_whole_pure_and_repeatable(name, options, seed, clients, data):
     counts = data.draw(st.lists(st.integers(60, 120), min_size=4, max_size=4))
     labels = np.random.RandomState(seed % 1000).permutation(np.repeat(np.arange(4), counts))
-    before, states = (
-        labels.copy(),
-        (np.random.get_state()[1].copy(), random.getstate(), torch.get_rng_state()),
-    )
+    original_labels = labels.copy()
+    numpy_state = np.random.get_state()[1].copy()
+    python_state = random.getstate()
+    torch_state = torch.get_rng_state()
     entry = lookup("partition", name)
     fields = {**FIELDS[name], **options, "labels": labels, "clients": clients, "seed": seed}
     try:
         parts = entry.build(**fields)
     except InfeasiblePartition:
         reject()
+
     assert len(parts) == clients
-    assert all(part.dtype == np.int64 and len(part) for part in parts)
+    assert {part.dtype for part in parts} == {np.dtype(np.int64)}
+    assert min(sizes(parts)) > 0
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(labels)))
     assert same(parts, entry.build(**fields))
-    assert np.array_equal(labels, before)
-    assert np.array_equal(states[0], np.random.get_state()[1])
-    assert states[1] == random.getstate()
-    assert torch.equal(states[2], torch.get_rng_state())
+    assert np.array_equal(labels, original_labels)
+    assert np.array_equal(numpy_state, np.random.get_state()[1])
+    assert python_state == random.getstate()
+    assert torch.equal(torch_state, torch.get_rng_state())
 
 
 def test_registry_knows_every_split_and_its_fields():
@@ -374,7 +441,8 @@ def test_fast_stream_keeps_the_balance_rule():
 
 def test_hybrid_gives_iid_clients_equal_and_even_parts():
     parts = p.hybrid(BALANCED, 100, 0.1, 5)
-    assert all(np.bincount(BALANCED[part]).tolist() == [50] * 10 for part in parts[:10])
+    for part in parts[:10]:
+        assert np.bincount(BALANCED[part]).tolist() == [50] * 10
     equal = p.hybrid(BALANCED, 100, 0.1, 5, hybrid_share="equal_per_client")
     assert set(sizes(equal)) == {500}
 
@@ -383,7 +451,7 @@ def test_pathological_keeps_to_its_classes():
     for rule in ("random", "pfllib"):
         for seed in range(20):
             parts = p.pathological(BALANCED, 10, 3, seed, path_rule=rule)
-            assert {len(np.unique(BALANCED[part])) for part in parts} == {3}
+            assert set(class_counts(parts, BALANCED)) == {3}
 
 
 def test_iid_uses_every_example():
@@ -456,9 +524,11 @@ def test_slow_splits_are_read_from_the_cache(tmp_path, monkeypatch):
     first = p.cached_split(p.dirichlet, BALANCED, slow_seconds=0, **fields)
     (file,) = (tmp_path / "partitions").iterdir()
     stamp = file.stat().st_mtime_ns
+
     assert same(first, p.cached_split(p.dirichlet, BALANCED, slow_seconds=0, **fields))
     assert same(first, p.dirichlet(BALANCED, **fields))
     assert file.stat().st_mtime_ns == stamp
+
     p.cached_split(p.dirichlet, BALANCED, slow_seconds=0, **{**fields, "seed": 4})
     p.cached_split(p.dirichlet, BALANCED[1:], slow_seconds=0, **fields)
     assert len(list((tmp_path / "partitions").iterdir())) == 3
@@ -504,8 +574,8 @@ def test_a_damaged_or_missing_cache_is_as_none(tmp_path, monkeypatch):
         iter([[0], [1]]),
     ],
 )
-def test_what_is_no_split_is_not_kept(parts, tmp_path, monkeypatch):
-    """As a file it would be whole numbers, and the next call would take it for a split."""
+def test_only_splits_are_cached(parts, tmp_path, monkeypatch):
+    """A file would hold other results as whole numbers, and the next call would return these."""
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
 
     def slow(labels, clients):

@@ -28,29 +28,29 @@ from fedstill.running.runner import run
 def public(
     method: object = "hiper_fedkd", dataset: Dataset | None = None, **data: object
 ) -> Examples:
-    experiment = toys.toy(
-        method, data=data, topology={"clients": 4}, plan={"epochs": 1, "batch": 20, "lr": 0.05}
-    )
-    found = prepare(resolve(experiment), dataset or toys.blobs()).sites.public
-    assert found is not None
-    return found
+    """The public examples of a run, with keys of its table ``[data]``."""
+    plan = {"epochs": 1, "batch": 20, "lr": 0.05}
+    experiment = toys.toy(method, data=data, topology={"clients": 4}, plan=plan)
+    examples = prepare(resolve(experiment), dataset or toys.blobs()).sites.public
+    assert examples is not None
+    return examples
 
 
 def images(folder: Path, count: int = 12, side: int = toys.SIDE, mode: str = "L") -> Path:
+    """The folder, with random images in it: 000.png, 001.png and so on."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(0)
-    for k in range(count):
-        shape = (side, side) if mode == "L" else (side, side, 3)
-        Image.fromarray(draw.integers(0, 256, shape, dtype=np.uint8), mode).save(
-            folder / f"{k:03}.png"
-        )
+    shape = (side, side, *[3] * (mode == "RGB"))
+    for number in range(count):
+        pixels = draw.integers(0, 256, shape, dtype=np.uint8)
+        Image.fromarray(pixels, mode).save(folder / f"{number:03}.png")
     return folder
 
 
 def test_a_share_of_the_training_set_is_the_default() -> None:
-    found = public(public=30)
-    assert len(found) == 30
-    assert found.labels.min() >= 0
+    examples = public(public=30)
+    assert len(examples) == 30
+    assert examples.labels.min() >= 0
 
 
 def test_hidden_labels_are_missing_everywhere() -> None:
@@ -58,20 +58,20 @@ def test_hidden_labels_are_missing_everywhere() -> None:
 
 
 def test_noise_is_standard_normal_after_normalisation_and_the_same_each_time() -> None:
-    found = public(public=2000, public_from="noise")
-    assert found.values.shape == (2000, 1, toys.SIDE, toys.SIDE)
-    assert (found.labels == -1).all()
-    values = (found.values.double() / 255 - 0.5) / 0.5
+    noise = public(public=2000, public_from="noise")
+    assert noise.values.shape == (2000, 1, toys.SIDE, toys.SIDE)
+    assert (noise.labels == -1).all()
+    values = (noise.values.double() / 255 - 0.5) / 0.5
     assert values.std() == pytest.approx(0.7, abs=0.1), "standard normal, cut at black and white"
     assert values.mean() == pytest.approx(0, abs=0.02)
-    assert torch.equal(found.values, public(public=2000, public_from="noise").values)
+    assert torch.equal(noise.values, public(public=2000, public_from="noise").values)
 
 
 def test_a_folder_of_ones_own_images(tmp_path: Path) -> None:
     folder = images(tmp_path / "mine")
-    found = public(public_from=str(folder))
-    assert found.values.shape == (12, 1, toys.SIDE, toys.SIDE)
-    assert (found.labels == -1).all()
+    examples = public(public_from=str(folder))
+    assert examples.values.shape == (12, 1, toys.SIDE, toys.SIDE)
+    assert (examples.labels == -1).all()
     assert len(public(public_from=str(folder), public=5)) == 5
 
 
@@ -86,12 +86,13 @@ def test_images_of_another_size_or_kind_are_resized_if_that_is_said(tmp_path: Pa
     with pytest.raises(DataError, match=r"\(3, 9, 9\).*\(1, 4, 4\).*public_resize"):
         public(public_from=str(folder))
     assert public(public_from=str(folder), public_resize=True).values.shape == (12, 1, 4, 4)
-    images(tmp_path / "mixed", count=3, side=9)
-    images(tmp_path / "mixed" / "more", count=1)
-    (tmp_path / "mixed" / "more" / "000.png").rename(tmp_path / "mixed" / "100.png")
+
+    mixed = images(tmp_path / "mixed", count=3, side=9)
+    small = images(tmp_path / "small", count=1)
+    (small / "000.png").rename(mixed / "100.png")
     with pytest.raises(DataError, match=r"100\.png .*data\.public_resize = true"):
-        public(public_from=str(tmp_path / "mixed"))
-    assert len(public(public_from=str(tmp_path / "mixed"), public_resize=True)) == 4
+        public(public_from=str(mixed))
+    assert len(public(public_from=str(mixed), public_resize=True)) == 4
 
 
 def test_images_that_would_be_too_many_when_they_are_resized_are_refused(
@@ -109,9 +110,9 @@ def test_images_that_would_be_too_many_when_they_are_resized_are_refused(
 
 def test_images_are_resized_the_same_however_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.randint(0, 256, (12, 3, 9, 7), dtype=torch.uint8)
-    whole = client_data._resized(draw, (1, 4, 4))
+    all_at_once = client_data._resized(draw, (1, 4, 4))
     monkeypatch.setattr(client_data, "RESIZED_AT_ONCE", 5)
-    assert torch.equal(client_data._resized(draw, (1, 4, 4)), whole)
+    assert torch.equal(client_data._resized(draw, (1, 4, 4)), all_at_once)
 
 
 def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
@@ -132,13 +133,14 @@ def test_broken_public_images_are_left_out_with_a_warning(
 
 def test_public_images_have_the_mode_of_the_run(tmp_path: Path) -> None:
     folder = images(tmp_path / "mine", mode="RGB")
-    found = public(public_from=str(folder), mode="grey")
-    assert found.values.shape == (12, 1, toys.SIDE, toys.SIDE)
+    examples = public(public_from=str(folder), mode="grey")
+    assert examples.values.shape == (12, 1, toys.SIDE, toys.SIDE)
+
     by_class = tmp_path / "classes"
     images(by_class / "train" / "a", mode="RGB")
     images(by_class / "test" / "a", mode="RGB")
-    found = public(public_from=str(by_class), mode="grey", public_labels=False)
-    assert found.values.shape == (12, 1, toys.SIDE, toys.SIDE)
+    examples = public(public_from=str(by_class), mode="grey", public_labels=False)
+    assert examples.values.shape == (12, 1, toys.SIDE, toys.SIDE)
 
 
 def test_another_data_set_must_have_the_classes_or_give_no_labels() -> None:
@@ -146,8 +148,8 @@ def test_another_data_set_must_have_the_classes_or_give_no_labels() -> None:
         public(public_from="digits")
     with pytest.raises(DataError, match=r"10 classes.*data\.public_labels = false"):
         public(public_from="digits", public_resize=True)
-    found = public(public_from="digits", public_resize=True, public_labels=False, public=50)
-    assert found.values.shape == (50, 1, 4, 4)
+    examples = public(public_from="digits", public_resize=True, public_labels=False, public=50)
+    assert examples.values.shape == (50, 1, 4, 4)
 
 
 def write_shades(folder: Path, shades: dict[str, int]) -> Path:
@@ -165,8 +167,10 @@ def test_public_labels_are_mapped_by_class_name(tmp_path: Path) -> None:
     folder = write_shades(tmp_path / "shades", shades)
     dataset = toys.blobs()
     reverse = replace(dataset, classes=dataset.classes[::-1])
-    found = public(dataset=reverse, public_from=str(folder))
-    assert found.labels.tolist() == [4 - int(image[0, 0, 0]) for image in found.values]
+    examples = public(dataset=reverse, public_from=str(folder))
+    reversed_shades = 4 - examples.values[:, 0, 0, 0].int()
+    assert examples.labels.tolist() == reversed_shades.tolist()
+
     write_shades(tmp_path / "others", {"a class": 5, **shades})
     shutil.rmtree(tmp_path / "others/train/class 3")
     shutil.rmtree(tmp_path / "others/test/class 3")
@@ -177,10 +181,10 @@ def test_public_labels_are_mapped_by_class_name(tmp_path: Path) -> None:
 def test_all_examples_of_a_public_set_without_a_test_split_are_public(tmp_path: Path) -> None:
     for number in range(5):
         images(tmp_path / "mine" / f"class {number}", count=6)
-    labels = [number for number in range(5) for _ in range(6)]
+    labels = np.repeat(np.arange(5), 6).tolist()
     for _ in range(2):  # the second time, from the cache
-        found = public(public_from=str(tmp_path / "mine"))
-        assert found.labels.tolist() == labels
+        examples = public(public_from=str(tmp_path / "mine"))
+        assert examples.labels.tolist() == labels
     assert len(load_dataset(tmp_path / "mine").train) == 25
 
 
@@ -205,12 +209,12 @@ def test_a_copy_of_a_public_set_at_a_site_has_the_digest_of_the_servers(
 
 def test_public_labels_are_used_directly_if_classes_are_only_numbered(tmp_path: Path) -> None:
     folder = write_shades(tmp_path / "shades", {str(number): number for number in range(5)})
-    found = public(public_from=str(folder))
-    assert found.labels.tolist() == found.values[:, 0, 0, 0].tolist()
+    examples = public(public_from=str(folder))
+    assert examples.labels.tolist() == examples.values[:, 0, 0, 0].tolist()
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [
         ({"public_from": "noise"}, "needs data.public"),
         (
@@ -227,8 +231,8 @@ def test_public_labels_are_used_directly_if_classes_are_only_numbered(tmp_path: 
         ({"public_from": "/"}, "/ is the root of a file system, not a data set; "),
     ],
 )
-def test_too_many_or_none_are_refused(data: dict[str, object], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_too_many_or_none_are_refused(data: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         public(**data)
 
 
@@ -239,7 +243,8 @@ def test_fedmd_refuses_to_pretrain_without_labels_before_it_starts() -> None:
 
 @pytest.mark.parametrize("source", ["noise", "folder"])
 def test_a_run_learns_from_images_that_have_no_labels(source: str, tmp_path: Path) -> None:
-    where = "noise" if source == "noise" else str(images(tmp_path / "mine", count=30))
-    data = {"public": 30, "public_from": where}
+    data = {"public": 30, "public_from": "noise"}
+    if source == "folder":
+        data["public_from"] = str(images(tmp_path / "mine", count=30))
     experiment = toys.toy("hiper_fedkd", data=data, topology={"clients": 4}, rounds=1)
     assert run(experiment, tmp_path / "run", data=toys.blobs()).accuracy is not None

@@ -19,45 +19,43 @@ N = 20
 LABELS = np.arange(N) % 2
 
 
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("FEDSTILL_DATA", raising=False)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("place")
 
 
 def pixels(*shape: int) -> np.ndarray:
+    """Random images of one shape."""
     return np.random.default_rng(0).integers(0, 256, (N, *shape), dtype=np.uint8)
 
 
 @pytest.mark.parametrize(
-    ("shape", "read"),
+    ("shape", "channels"),
     [
-        ((3, 8, 9), (3, 8, 9)),
-        ((1, 8, 8), (1, 8, 8)),
-        ((8, 9, 3), (3, 8, 9)),
-        ((3, 3, 3), (3, 3, 3)),
-        ((8, 8, 5), (5, 8, 8)),
-        ((8, 9), (1, 8, 9)),
+        ((3, 8, 9), "first"),
+        ((1, 8, 8), "first"),
+        ((8, 9, 3), "last"),
+        ((3, 3, 3), "last"),
+        ((8, 8, 5), "last"),
+        ((8, 9), "none"),
     ],
 )
-def test_an_archive_has_its_channels_first_or_last(
-    shape: tuple[int, ...], read: tuple[int, ...]
-) -> None:
+def test_an_archive_has_its_channels_first_or_last(shape: tuple[int, ...], channels: str) -> None:
     images = pixels(*shape)
-    np.savez(
-        "mine.npz", train_images=images, train_labels=LABELS, test_images=images, test_labels=LABELS
-    )
+    arrays = {f"{split}_images": images for split in ("train", "test")}
+    np.savez("mine.npz", **arrays, train_labels=LABELS, test_labels=LABELS)
+    expected = {
+        "first": images,
+        "last": np.moveaxis(images, -1, 1),
+        "none": images[:, None],
+    }
+
     data = load_dataset("mine.npz")
-    assert data.input_shape == read
-    last = (len(shape) == 3 and shape != read) or shape == (3, 3, 3)
-    want = images.transpose(0, 3, 1, 2) if last else images.reshape(N, *read)
-    assert np.array_equal(data.train.values.numpy(), want)
+
+    assert data.input_shape == expected[channels].shape[1:]
+    assert np.array_equal(data.train.values.numpy(), expected[channels])
 
 
 @pytest.mark.parametrize(
-    ("arrays", "said"),
+    ("arrays", "message"),
     [
         (
             {"x_train": pixels(8, 8), "y_train": LABELS},
@@ -78,29 +76,30 @@ def test_an_archive_has_its_channels_first_or_last(
     ],
 )
 def test_an_archive_of_other_arrays_is_told_which_it_needs(
-    arrays: dict[str, Any], said: str
+    arrays: dict[str, Any], message: str
 ) -> None:
     np.savez("mine.npz", **arrays)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         load_dataset("mine.npz")
 
 
 def pictures(folder: Path, modes: tuple[str, str], sides: tuple[int, int]) -> None:
-    for kind in ("cat", "dog"):
-        (folder / kind).mkdir(parents=True)
-        for i in range(4):
-            Image.new(modes[i % 2], (sides[i % 2],) * 2, i).save(folder / kind / f"{i}.png")
+    """Square images of two classes in folders, whose modes and sides alternate."""
+    for name in ("cat", "dog"):
+        (folder / name).mkdir(parents=True)
+        for number in range(4):
+            side = sides[number % 2]
+            image = Image.new(modes[number % 2], (side, side), number)
+            image.save(folder / name / f"{number}.png")
 
 
-def test_what_is_said_of_images_that_differ_is_their_difference(place: Path) -> None:
+def test_images_that_differ_are_refused_with_the_difference(place: Path) -> None:
     pictures(place / "kinds", ("L", "RGB"), (8, 16))
-    with pytest.raises(
-        DataError,
-        match=r"16×16 RGB, but the first is 16×16 grey",
-    ):
+    with pytest.raises(DataError, match=r"16×16 RGB, but the first is 16×16 grey"):
         load_dataset("kinds", size=16)
     with pytest.raises(DataError, match=r"data\.size = 8 .*data\.mode"):
         load_dataset("kinds")
+
     pictures(place / "sizes", ("L", "L"), (8, 16))
     with pytest.raises(DataError, match=r"data\.size = 8"):
         load_dataset("sizes")
@@ -142,20 +141,19 @@ def test_names_from_numpy_are_classes() -> None:
     assert from_tensors("mine", pair, pair, classes=names).classes == ("no", "yes")
 
 
-def test_what_is_no_pair_is_said() -> None:
+def test_data_that_are_no_pair_are_refused_with_their_type() -> None:
     pair: Any = (torch.zeros(N, 2), torch.from_numpy(LABELS))
-    for wrong, said in (({}, "a dict"), (pair[0], "a Tensor"), ((*pair, 1), "a tuple of 3")):
-        with pytest.raises(
-            DataError, match=rf"mine, test: pass a pair \(values, labels\), not {said}"
-        ):
-            from_tensors("mine", pair, wrong)  # type: ignore[arg-type]
-        with pytest.raises(
-            DataError, match=r"mine, client 1.*: pass a pair \(values, labels\), not a"
-        ):
-            from_clients("mine", [(pair, pair), wrong])  # type: ignore[list-item]
+    wrong_data: dict[str, Any] = {"a dict": {}, "a Tensor": pair[0], "a tuple of 3": (*pair, 1)}
+    request = r"pass a pair \(values, labels\), not"
+    for name, wrong in wrong_data.items():
+        with pytest.raises(DataError, match=f"mine, test: {request} {name}"):
+            from_tensors("mine", pair, wrong)
+        with pytest.raises(DataError, match=f"mine, client 1.*: {request} a"):
+            from_clients("mine", [(pair, pair), wrong])
 
 
 def saved_archive(path: Path, images: np.ndarray, labels: np.ndarray) -> Path:
+    """The path, with an archive of training data in it."""
     np.savez(path, train_images=images, train_labels=labels)
     return path
 
@@ -178,15 +176,14 @@ def test_an_intact_archive_with_flat_images_is_not_called_damaged(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("shape", "labels", "said"),
+    ("shape", "labels", "message"),
     [((6, 8, 8), 5, "6 images.* 5 labels"), ((6, 8, 8, 8, 1), 6, r"\(6, 8, 8, 8, 1\)")],
 )
 def test_an_intact_archive_of_unsuitable_arrays_is_not_called_damaged(
-    shape: tuple[int, ...], labels: int, said: str, tmp_path: Path
+    shape: tuple[int, ...], labels: int, message: str, tmp_path: Path
 ) -> None:
-    path = saved_archive(
-        tmp_path / "pets.npz", np.zeros(shape, dtype=np.uint8), np.arange(labels) % 2
-    )
-    with pytest.raises(DataError, match=said) as caught:
+    images = np.zeros(shape, dtype=np.uint8)
+    path = saved_archive(tmp_path / "pets.npz", images, np.arange(labels) % 2)
+    with pytest.raises(DataError, match=message) as caught:
         load_dataset(str(path))
     assert "damaged" not in str(caught.value)

@@ -1,5 +1,5 @@
-"""Tables as people have them: an index of pandas, dates, stray words, other separators; said,
-refused or read right.
+"""Tables as people have them, with an index of pandas, dates, stray words or other separators: they
+are read right, with a note, or refused.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ import pytest
 from fedstill.core.errors import DataError
 from fedstill.data.sources import from_python, load_dataset, tables
 
+pytestmark = pytest.mark.usefixtures("place")
+
 N = 40
 LABELS = [i % 2 for i in range(N)]
-LINES = [f"{20 + i}.5,{100 + i},{i % 2}" for i in range(N)]
-
-
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("FEDSTILL_DATA", raising=False)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+MEASUREMENTS = [f"{20 + i}.5,{100 + i}" for i in range(N)]
+LINES = [f"{pair},{label}" for pair, label in zip(MEASUREMENTS, LABELS, strict=True)]
+LINES_OF_NAMES = [
+    f"{pair},{name}" for pair, name in zip(MEASUREMENTS, ["ill", "well"] * (N // 2), strict=True)
+]
 
 
 def csv(name: str, head: str = "age,pressure,label", lines: list[str] = LINES) -> str:
+    """The name of a new CSV file with these lines."""
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_text("\n".join([head, *lines]) + "\n", encoding="utf-8")
     return name
 
 
 def parquet(name: str = "mine.parquet", **columns: Any) -> str:
+    """The name of a new parquet file with a column of numbers, these columns, and labels."""
     Path(name).parent.mkdir(exist_ok=True)
     pq.write_table(pa.table({"x": np.arange(N) * 0.5, **columns, "label": LABELS}), name)
     return name
 
 
 def told(name: str, **fields: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The features of a data set, and the warnings about it."""
     about = load_dataset(name, **fields).about
     assert set(about.warnings) <= set(about.notes)
     return about.features, about.warnings
@@ -54,14 +55,14 @@ def told(name: str, **fields: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def test_the_index_of_a_pandas_table_is_no_feature() -> None:
     rows = pd.DataFrame({"a": np.arange(N) * 0.5, "label": LABELS})
     rows.sample(frac=1, random_state=0).to_parquet("mixed.parquet")
-    said = ("left out: __index_level_0__ (the index of a pandas table)",)
-    assert told("mixed.parquet") == (("a",), said)
-    assert told("mixed.parquet", columns=("a", "__index_level_0__")) == (
-        ("a", "__index_level_0__"),
-        (),
-    )
+    note = ("left out: __index_level_0__ (the index of a pandas table)",)
+    assert told("mixed.parquet") == (("a",), note)
+    columns = ("a", "__index_level_0__")
+    assert told("mixed.parquet", columns=columns) == (columns, ())
+
     rows.set_index("label").to_parquet("labelled.parquet")  # a label is one wherever it stands
     assert told("labelled.parquet") == (("a",), ())
+
     rows.to_csv("mixed.csv")
     assert told("mixed.csv")[0] == ("a",)
 
@@ -69,29 +70,28 @@ def test_the_index_of_a_pandas_table_is_no_feature() -> None:
 def test_a_column_that_numbers_the_rows_is_doubted_unless_it_is_asked_for() -> None:
     for name in ("id", "patient_id", "patientID", "Unnamed: 0"):
         parquet(**{name: np.arange(N)})
-        assert told("mine.parquet") == (
-            ("x", name),
-            (
-                f"{name}: all {N} values differ; if it only numbers the rows, leave it out with "
-                "data.columns",
-            ),
+        doubt = (
+            f"{name}: all {N} values differ; if it only numbers the rows, leave it out with "
+            "data.columns"
         )
+        assert told("mine.parquet") == (("x", name), (doubt,))
         assert told("mine.parquet", columns=("x", name)) == (("x", name), ())
-    assert told(parquet(acid=np.arange(N), id=np.arange(N) // 2))[1] == ()
+
+    _, warnings = told(parquet(acid=np.arange(N), id=np.arange(N) // 2))
+    assert warnings == ()
 
 
-def test_decimals_are_numbers_and_what_is_left_out_is_said() -> None:
+def test_decimals_are_numbers_and_columns_that_are_left_out_are_named() -> None:
     parquet(
         price=[Decimal("1.5") + i for i in range(N)],
         when=[datetime.datetime(2020, 1, 1)] * N,
         took=[datetime.time(1, 2)] * N,
         none=pa.nulls(N),
     )
-    assert told("mine.parquet") == (
-        ("x", "price"),
-        ("left out: when (timestamp), took (time), none (no values)",),
-    )
-    assert load_dataset("mine.parquet").train.values[:3, 1].tolist()[0] % 1 == 0.5
+    note = "left out: when (timestamp), took (time), none (no values)"
+    assert told("mine.parquet") == (("x", "price"), (note,))
+    prices = load_dataset("mine.parquet").train.values[:, 1]
+    assert (prices % 1 == 0.5).all()
 
 
 @pytest.mark.parametrize("places", [0, 9])
@@ -101,7 +101,9 @@ def test_whole_decimals_are_class_ids(places: int) -> None:
     pq.write_table(pa.table({"x": np.arange(N) * 0.5, "y": labels}), "mine.parquet")
     data = load_dataset("mine.parquet", label_column="y")
     assert data.classes == ("0", "1")
-    assert (data.train.labels == data.train.values[:, 0] % 1 * 2).all()
+    # Column x counts in halves, so that its fraction tells odd rows.
+    expected = data.train.values[:, 0] % 1 * 2
+    assert (data.train.labels == expected).all()
 
 
 def test_decimals_with_a_fraction_are_no_labels() -> None:
@@ -112,21 +114,21 @@ def test_decimals_with_a_fraction_are_no_labels() -> None:
 
 
 def test_owners_and_categories_that_are_decimals_have_no_zeros_at_the_end() -> None:
-    sites = pa.array([Decimal(10 * (i % 3)) for i in range(N)], pa.decimal128(38, 2))
-    doses = pa.array([Decimal(i % 3) / 2 for i in range(N)], pa.decimal128(10, 2))
+    thirds = [Decimal(i % 3) for i in range(N)]
+    sites = pa.array([10 * third for third in thirds], pa.decimal128(38, 2))
+    doses = pa.array([third / 2 for third in thirds], pa.decimal128(10, 2))
     name = parquet(site=sites, dose=doses)
-    about = load_dataset(
-        name,
-        columns=("x", "dose"),
-        categorical=(("dose", (0, "0.5", 1.0)),),
-        owner="site",
-    ).about
-    assert about.owners == ("0", "10", "20")
-    assert about.features == ("x", "dose=0", "dose=0.5", "dose=1")
+    categories = (("dose", (0, "0.5", 1.0)),)
+
+    data = load_dataset(name, columns=("x", "dose"), categorical=categories, owner="site")
+
+    assert data.about.owners == ("0", "10", "20")
+    assert data.about.features == ("x", "dose=0", "dose=0.5", "dose=1")
 
 
-def test_numbers_that_are_alike_in_32_bits_are_said() -> None:
-    _, (warning,) = told(parquet(at=1_700_000_000 + np.arange(N), tiny=np.arange(N) * 1e-12))
+def test_numbers_that_are_equal_in_32_bits_cause_a_warning() -> None:
+    seconds = 1_700_000_000 + np.arange(N)
+    _, (warning,) = told(parquet(at=seconds, tiny=np.arange(N) * 1e-12))
     assert warning.startswith("at: ")
     assert "1700000000 to 1700000039" in warning
 
@@ -135,38 +137,38 @@ def test_numbers_that_are_alike_in_32_bits_are_said() -> None:
 def test_the_training_columns_are_those_of_the_data_set(kind: str, place: Path) -> None:
     def write(name: str, rows: pd.DataFrame) -> None:
         (place / name).parent.mkdir(exist_ok=True)
-        save = rows.to_csv if kind == "csv" else rows.to_parquet
-        save(place / f"{name}.{kind}", index=False)
+        if kind == "csv":
+            rows.to_csv(place / f"{name}.csv", index=False)
+        else:
+            rows.to_parquet(place / f"{name}.parquet", index=False)
 
-    some, more = (
-        pd.DataFrame({"x": [0.5, 1.5] * 4, **own, "label": [0, 1] * 4}) for own in ({}, {"z": 1.0})
-    )
-    write("less/train", more)
-    write("less/test", some)
-    with pytest.raises(
-        DataError,
-        match=rf"less/test\.{kind} .*'z' .*train\.{kind}",
-    ):
+    narrow = pd.DataFrame({"x": [0.5, 1.5] * 4, "label": [0, 1] * 4})
+    wide = narrow.assign(z=1.0)
+    write("less/train", wide)
+    write("less/test", narrow)
+    with pytest.raises(DataError, match=rf"less/test\.{kind} .*'z' .*train\.{kind}"):
         load_dataset("less")
     assert told("less", columns=("x",))[0] == ("x",)
-    write("more/train", some)
-    write("more/test", more)
+
+    write("more/train", narrow)
+    write("more/test", wide)
     assert told("more")[0] == ("x",)
 
 
 def test_files_and_splits_that_hold_other_things_in_a_column_are_named() -> None:
     csv("two/a.csv")
-    csv("two/b.csv", lines=[line[:-1] + ("ill", "well")[i % 2] for i, line in enumerate(LINES)])
+    csv("two/b.csv", lines=LINES_OF_NAMES)
     with pytest.raises(DataError, match=r"two/b\.csv: column 'label' .*a\.csv"):
         load_dataset("two")
-    csv("texts/train.csv", "text,label", [f"a word {i},{i % 2}" for i in range(N)])
-    csv("texts/test.csv", "text,label", [f"{i},{i % 2}" for i in range(N)])
+
+    numbered = [f"{i},{label}" for i, label in enumerate(LABELS)]
+    csv("texts/train.csv", "text,label", [f"a word {line}" for line in numbered])
+    csv("texts/test.csv", "text,label", numbered)
     with pytest.raises(DataError, match=r"texts/test\.csv: column 'text' .*train\.csv"):
         load_dataset("texts")
+
     csv("names/train.csv")
-    csv(
-        "names/test.csv", lines=[line[:-1] + ("ill", "well")[i % 2] for i, line in enumerate(LINES)]
-    )
+    csv("names/test.csv", lines=LINES_OF_NAMES)
     with pytest.raises(DataError, match=r"'ill', 'well', .*'0', '1'"):
         load_dataset("names")
 
@@ -180,7 +182,7 @@ def test_decimals_in_one_file_and_integers_in_another_are_named() -> None:
 
 def test_a_file_may_lack_a_column_only_where_something_is_done_about_it() -> None:
     csv("two/a.csv")
-    csv("two/b.csv", "age,label", [f"{line.split(',')[0]},{i % 2}" for i, line in enumerate(LINES)])
+    csv("two/b.csv", "age,label", [f"{20 + i}.5,{label}" for i, label in enumerate(LABELS)])
     with pytest.raises(DataError, match=r"b\.csv .*'pressure'"):
         load_dataset("two")
     assert len(load_dataset("two", missing="mean").train) == 64
@@ -198,14 +200,12 @@ def test_the_value_that_makes_numbers_a_text_is_named(stray: str) -> None:
 
 @pytest.mark.parametrize("separator", [";", "\t"])
 def test_other_separators_are_told_by_the_first_line(separator: str) -> None:
-    other = [line.replace(",", separator) for line in LINES]
-    csv("mine.csv", "age,pressure,label".replace(",", separator), other)
+    lines = [line.replace(",", separator) for line in LINES]
+    csv("mine.csv", "age,pressure,label".replace(",", separator), lines)
     assert told("mine.csv")[0] == ("age", "pressure")
-    csv(
-        "commas.csv",
-        "age;pressure;label",
-        [line.replace(",", ";").replace(".5", ",5") for line in LINES],
-    )
+
+    decimal_commas = [line.replace(",", ";").replace(".5", ",5") for line in LINES]
+    csv("commas.csv", "age;pressure;label", decimal_commas)
     with pytest.raises(DataError, match="example 0 has '20,5' in column 'age'"):
         load_dataset("commas.csv")
 
@@ -213,7 +213,8 @@ def test_other_separators_are_told_by_the_first_line(separator: str) -> None:
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 def test_a_line_that_tells_excel_the_separator_is_named(separator: str, encoding: str) -> None:
-    lines = [f"sep={separator}", "age,label", *(f"{i},{i % 2}" for i in range(N))]
+    rows = [f"{i},{label}" for i, label in enumerate(LABELS)]
+    lines = [f"sep={separator}", "age,label", *rows]
     text = "\r\n".join(lines).replace(",", separator)
     Path("mine.csv").write_text(text, encoding=encoding)
     with pytest.raises(DataError, match=r"mine\.csv .*sep="):
@@ -230,7 +231,8 @@ def test_a_csv_file_in_utf_16_is_named_with_its_encoding(encoding: str) -> None:
 
 def test_endings_in_capitals_tabs_and_packed_files() -> None:
     assert told(csv("MINE.CSV"))[0] == ("age", "pressure")
-    assert told(csv("mine.tsv", "age\tlabel", [f"{i}\t{i % 2}" for i in range(N)]))[0] == ("age",)
+    tabbed = [f"{i}\t{label}" for i, label in enumerate(LABELS)]
+    assert told(csv("mine.tsv", "age\tlabel", tabbed))[0] == ("age",)
     with pytest.raises(DataError, match=r"mine\.csv\.gz"):
         load_dataset(csv("mine.csv.gz"))
 
@@ -240,14 +242,19 @@ def test_blanks_around_names_of_columns_do_not_count() -> None:
 
 
 def test_a_quoted_name_is_a_name_and_nothing_is_missing() -> None:
-    lines = [f'{i},"{("None", "tumour")[i % 2]}"' for i in range(N)]
-    assert load_dataset(csv("mine.csv", "age,label", lines)).classes == ("None", "tumour")
+    names = ("None", "tumour")
+    lines = [f'{i},"{names[label]}"' for i, label in enumerate(LABELS)]
+    assert load_dataset(csv("mine.csv", "age,label", lines)).classes == names
+
+    lines[3] = '3,""'
     with pytest.raises(DataError, match="example 3 has no label"):
-        load_dataset(csv("none.csv", "age,label", [*lines[:3], '3,""', *lines[4:]]))
+        load_dataset(csv("none.csv", "age,label", lines))
 
 
 def test_the_column_labels_is_the_label_where_there_is_no_other() -> None:
-    assert told(csv("mine.csv", "age,pressure,labels"))[0] == ("age", "pressure")
+    data = load_dataset(csv("mine.csv", "age,pressure,labels"))
+    assert data.about.features == ("age", "pressure")
+    assert data.classes == ("0", "1")
 
 
 def test_a_file_of_names_alone_has_no_rows() -> None:
@@ -285,16 +292,18 @@ def test_the_time_to_read_columns_does_not_grow_with_their_square(
     opened = []
     real = pq.ParquetFile
 
-    def counting(*given: Any, **options: Any) -> Any:
-        opened.append(given)
-        return real(*given, **options)
+    def counting(*arguments: Any, **options: Any) -> Any:
+        opened.append(arguments)
+        return real(*arguments, **options)
 
     columns = {f"c{number}": ["a", "b"] for number in range(50)}
     columns |= {f"l{number}": [[1, 2], [3, 4]] for number in range(50)}
     path = tmp_path / "wide.parquet"
     pq.write_table(pa.table(columns), path)
     monkeypatch.setattr("pyarrow.parquet.ParquetFile", counting)
+
     read = tables.ParquetFrame((path,)).read(list(columns))
+
     assert read.column_names == list(columns)
     assert read.to_pydict() == columns
     assert len(opened) <= 3
@@ -304,7 +313,8 @@ def test_the_time_to_read_columns_does_not_grow_with_their_square(
 
 
 def test_whole_numbers_in_lists_that_a_float_cannot_represent_are_refused() -> None:
-    pq.write_table(pa.table({"v": [[2**60 + i] for i in range(N)], "label": LABELS}), "v.parquet")
+    lists = [[2**60 + i] for i in range(N)]
+    pq.write_table(pa.table({"v": lists, "label": LABELS}), "v.parquet")
     with pytest.raises(DataError, match=r"2\^53") as caught:
         load_dataset("v.parquet")
     assert "damaged" not in str(caught.value)
@@ -314,7 +324,8 @@ def test_whole_numbers_in_lists_that_a_float_cannot_represent_are_refused() -> N
 
 @pytest.mark.parametrize("empty", [0, 3])
 def test_the_example_with_an_empty_list_is_named(empty: int) -> None:
-    lists = [[1.0, 2.0] if i != empty else [] for i in range(N)]
+    lists = [[1.0, 2.0]] * N
+    lists[empty] = []
     pq.write_table(pa.table({"v": lists, "label": LABELS}), "v.parquet")
     with pytest.raises(DataError, match=rf"example {empty} has no values"):
         load_dataset("v.parquet")
@@ -357,6 +368,6 @@ def test_a_file_is_read_alike_whatever_extension_types_are_known() -> None:
 
 
 def test_texts_that_are_stored_as_views_are_texts() -> None:
-    texts = pa.array([f"it is {i % 2}" for i in range(N)], pa.string_view())
+    texts = pa.array([f"it is {label}" for label in LABELS], pa.string_view())
     pq.write_table(pa.table({"says": texts, "label": LABELS}), "mine.parquet")
     assert load_dataset("mine.parquet").about.kind == "text"

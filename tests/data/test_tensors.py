@@ -16,6 +16,7 @@ LABELS = np.arange(N) % 3
 
 
 def images(*shape: int, dtype: str = "uint8") -> np.ndarray[Any, Any]:
+    """Random images of one shape, in bytes or from 0 to 1."""
     draw = np.random.default_rng(0)
     if dtype == "uint8":
         return draw.integers(0, 255, (N, *shape)).astype("uint8")
@@ -57,7 +58,8 @@ def test_channels_that_may_be_first_or_last_are_a_warning(shape: tuple[int, ...]
 
 
 def test_whole_labels_of_another_type_are_cast_as_the_message_says() -> None:
-    values, labels = np.zeros((N, 2)), LABELS.astype("float32")
+    values = np.zeros((N, 2))
+    labels = LABELS.astype("float32")
     with pytest.raises(DataError, match=r"astype.*long"):
         from_tensors("mine", (values, labels))
     assert len(from_tensors("mine", (values, labels.astype("int64"))).classes) == 3
@@ -94,7 +96,8 @@ def test_a_label_that_is_missing_is_named_by_its_example(unknown: float) -> None
 
 
 def test_fractions_of_one_client_name_the_client() -> None:
-    pairs = [(np.zeros((N, 2)), LABELS), (np.zeros((N, 2)), LABELS + 0.5)]
+    values = np.zeros((N, 2))
+    pairs = [(values, LABELS), (values, LABELS + 0.5)]
     with pytest.raises(DataError, match=r"mine, client south.*regression"):
         from_clients("mine", pairs, names=["north", "south"])
 
@@ -132,17 +135,18 @@ def test_too_few_examples_to_hold_any_out_are_refused() -> None:
 
 def test_clients_without_test_sets_are_tested_on_what_is_held_out_of_them() -> None:
     draw = np.random.default_rng(0)
-    pairs = [(draw.random((30, 2)), np.arange(30) % 3), (draw.random((60, 2)), np.arange(60) % 3)]
+    pairs = [(draw.random((size, 2)), np.arange(size) % 3) for size in (30, 60)]
     data = from_clients("mine", pairs, names=["north", "south"])
     assert data.train.owners is not None
     assert data.test.owners is not None
-    assert (len(data.train), len(data.test)) == (72, 18)
+    assert len(data.train) == 72
+    assert len(data.test) == 18
     counts = data.train.owners.bincount() + data.test.owners.bincount()
     assert counts.tolist() == [30, 60]
     for owner, (values, _) in enumerate(pairs):
-        own = data.test.values[data.test.owners == owner].numpy()
+        held_out = data.test.values[data.test.owners == owner].numpy()
         rows = {tuple(row) for row in values.astype("float32").tolist()}
-        assert {tuple(row) for row in own.tolist()} <= rows
+        assert {tuple(row) for row in held_out.tolist()} <= rows
 
 
 def test_a_common_test_set_beside_own_ones_is_a_warning() -> None:

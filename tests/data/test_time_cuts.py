@@ -14,20 +14,21 @@ import pytest
 from PIL import Image
 
 from fedstill.core.errors import ConfigError, DataError
+from fedstill.core.records import Examples
 from fedstill.core.stream import cut_times, tasks_of_times
 from fedstill.data.sources import load, load_dataset
 
 CUTS = ("2022-01-01", "2023-01-01")
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 def rows(size: int = 120) -> pd.DataFrame:
+    """Rows of three years with a time column."""
     draw = np.random.default_rng(4)
-    days = pd.to_datetime("2021-01-01") + pd.to_timedelta(draw.integers(0, 3 * 365, size), unit="D")
+    offsets = pd.to_timedelta(draw.integers(0, 3 * 365, size), unit="D")
+    days = pd.to_datetime("2021-01-01") + offsets
     return pd.DataFrame(
         {
             "a": draw.normal(size=size),
@@ -38,7 +39,15 @@ def rows(size: int = 120) -> pd.DataFrame:
     )
 
 
+def task_of_each(examples: Examples, owners: tuple[str, ...]) -> np.ndarray:
+    """The task of each example, from the times that are its owner."""
+    assert examples.owners is not None
+    tasks = np.array(tasks_of_times("rows", "taken", owners, CUTS))
+    return tasks[examples.owners.numpy()]
+
+
 def in_task(frame: pd.DataFrame, task: int) -> pd.DataFrame:
+    """The rows of one year, each of which is a task."""
     years = frame["taken"].dt.year.to_numpy()
     return frame[years == 2021 + task]
 
@@ -50,52 +59,55 @@ def test_what_is_held_out_of_a_task_is_what_is_held_out_of_it_alone(
 ) -> None:
     """So later rows change nothing: each task is as it would be in a file of its own."""
     frame = rows()
-    said = {
+    times = {
         "day": frame["taken"].dt.date,
         "text": frame["taken"].dt.strftime("%Y-%m-%d"),
         "moment": frame["taken"],
-    }[kind]
-    whole = frame.assign(taken=said)
-    path = tmp_path / f"whole.{suffix}"
-    whole.to_csv(path, index=False) if suffix == "csv" else whole.to_parquet(path)
+    }
+    dated = frame.assign(taken=times[kind])
+    path = tmp_path / f"all_tasks.{suffix}"
+    if suffix == "csv":
+        dated.to_csv(path, index=False)
+    else:
+        dated.to_parquet(path)
+
     cut = load_dataset(str(path), owner="taken", cuts=CUTS)
+
     for task in range(3):
-        some = tmp_path / f"task{task}.csv"
-        in_task(frame, task).drop(columns="taken").to_csv(some, index=False)
-        alone = load_dataset(str(some))
-        for split in ("train", "test"):
-            got, want = getattr(cut, split), getattr(alone, split)
-            tasks = np.array(tasks_of_times("rows", "taken", cut.about.owners, CUTS))[
-                got.owners.numpy()
-            ]
-            assert np.array_equal(got.values[tasks == task], want.values)
-            assert np.array_equal(got.labels[tasks == task], want.labels)
+        task_file = tmp_path / f"task{task}.csv"
+        in_task(frame, task).drop(columns="taken").to_csv(task_file, index=False)
+        alone = load_dataset(str(task_file))
+        for examples, expected in ((cut.train, alone.train), (cut.test, alone.test)):
+            is_in_task = task_of_each(examples, cut.about.owners) == task
+            assert np.array_equal(examples.values[is_in_task], expected.values)
+            assert np.array_equal(examples.labels[is_in_task], expected.labels)
+
+
+def png(shade: int) -> bytes:
+    """A file with an image of one shade."""
+    out = io.BytesIO()
+    Image.new("L", (4, 4), shade).save(out, "png")
+    return out.getvalue()
 
 
 def test_images_in_a_parquet_file_have_times_too(tmp_path: Path) -> None:
-    def png(value: int) -> bytes:
-        out = io.BytesIO()
-        Image.fromarray(np.full((4, 4), value, dtype=np.uint8)).save(out, "png")
-        return out.getvalue()
-
+    """The shade of an image is its row, so that examples show which time they must have."""
     size = 20
-    years = np.arange(size) % 3
-    frame = pd.DataFrame({"image": [png(i) for i in range(size)], "label": np.arange(size) % 2})
-    frame["image"] = [{"bytes": one, "path": None} for one in frame["image"]]
-    frame["acquired"] = [f"{2021 + y}-05-01" for y in years]
-    frame.to_parquet(tmp_path / "scans.parquet")
-    data = load_dataset(str(tmp_path / "scans.parquet"), owner="acquired", cuts=CUTS)
-    for split in (data.train, data.test):
-        of_pixel = years[split.values[:, 0, 0, 0].numpy()]
-        assert split.owners is not None
-        assert np.array_equal(
-            np.array(tasks_of_times("", "", data.about.owners, CUTS))[split.owners], of_pixel
-        )
-    with pytest.raises(
-        DataError,
-        match=r"'taken' .*time_column in site",
-    ):
-        load_dataset(str(tmp_path / "scans.parquet"), owner="taken", cuts=CUTS)
+    task_of_row = np.arange(size) % 3
+    frame = pd.DataFrame({"label": np.arange(size) % 2})
+    frame["image"] = [{"bytes": png(row), "path": None} for row in range(size)]
+    frame["acquired"] = [f"{2021 + task}-05-01" for task in task_of_row]
+    path = str(tmp_path / "scans.parquet")
+    frame.to_parquet(path)
+
+    data = load_dataset(path, owner="acquired", cuts=CUTS)
+
+    for examples in (data.train, data.test):
+        row_of_each = examples.values[:, 0, 0, 0].numpy()
+        tasks = task_of_each(examples, data.about.owners)
+        assert np.array_equal(tasks, task_of_row[row_of_each])
+    with pytest.raises(DataError, match=r"'taken' .*time_column in site"):
+        load_dataset(path, owner="taken", cuts=CUTS)
 
 
 def test_a_fifth_of_each_task_is_held_out_of_data_on_the_hub(
@@ -107,15 +119,17 @@ def test_a_fifth_of_each_task_is_held_out_of_data_on_the_hub(
     path = tmp_path / "mine.parquet"
     frame = rows()
     frame.assign(taken=frame["taken"].dt.strftime("%Y-%m-%d")).to_parquet(path)
-    read = datasets.load_dataset
+    real_load = datasets.load_dataset
+
+    def load_from_hub(name: str, streaming: bool) -> object:
+        return real_load("parquet", data_files=str(path), streaming=streaming)
+
     monkeypatch.setattr(load, "_check_hub_has", lambda name, remedy: None)
-    monkeypatch.setattr(
-        datasets,
-        "load_dataset",
-        lambda name, streaming: read("parquet", data_files=str(path), streaming=streaming),
-    )
+    monkeypatch.setattr(datasets, "load_dataset", load_from_hub)
+
     on_hub = load_dataset("somebody/data", owner="taken", cuts=CUTS)
     in_file = load_dataset(str(path), owner="taken", cuts=CUTS)
+
     assert np.array_equal(on_hub.test.values, in_file.test.values)
     assert np.array_equal(on_hub.train.values, in_file.train.values)
 
@@ -129,9 +143,8 @@ def test_a_moment_belongs_to_the_task_that_begins_with_it() -> None:
         "2022-12-31T23:30-01:00",
     ]
     assert tasks_of_times("rows", "taken", values, CUTS) == [0, 1, 1, 2, 2]
-    assert tasks_of_times(
-        "rows", "taken", [str(datetime(2022, 1, 1)), str(date(2030, 1, 1))], CUTS
-    ) == [1, 2]
+    texts_of_pandas = [str(datetime(2022, 1, 1)), str(date(2030, 1, 1))]
+    assert tasks_of_times("rows", "taken", texts_of_pandas, CUTS) == [1, 2]
 
 
 def test_a_column_that_holds_no_dates_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -141,15 +154,12 @@ def test_a_column_that_holds_no_dates_is_refused_in_one_line(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("cuts", "why"),
+    ("cuts", "reason"),
     [
         (["1.2.2023"], "has '1.2.2023'"),
-        (
-            ["2023-01-01", "2023-01-01"],
-            r"stream\.cuts.*2023-01-01",
-        ),
+        (["2023-01-01", "2023-01-01"], r"stream\.cuts.*2023-01-01"),
     ],
 )
-def test_cuts_are_dates_in_order(cuts: list[str], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
+def test_cuts_are_dates_in_order(cuts: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         cut_times(cuts)

@@ -20,29 +20,35 @@ from fedstill.data.tokens import token_ids
 TEXTS = ["The cat sat on the mat.", "", "Ünïcode, 42 — déjà vu!", "   \t\n", "a"]
 
 
+def hashed(words: list[str], vocabulary: int) -> list[int]:
+    """The ids of words by their definition; 0 is the padding."""
+    return [1 + binascii.crc32(word.encode()) % (vocabulary - 1) for word in words]
+
+
 def test_words_are_hashed_by_crc_32() -> None:
     got = token_ids(TEXTS, "words", 1000, 6)
-    cat = ["the", "cat", "sat", "on", "the", "mat"]
+
     assert got.ids.dtype == np.int64
-    assert got.ids[0].tolist() == [1 + binascii.crc32(w.encode()) % 999 for w in cat]
-    assert got.ids[2].tolist()[:2] == [
-        1 + binascii.crc32(w.encode()) % 999 for w in ("ünïcode", "42")
-    ]
-    assert got.ids[1].tolist() == got.ids[3].tolist() == [0] * 6
-    assert (got.vocabulary, got.cut_share, got.sha) == (1000, 0.0, "")
+    assert got.ids[0].tolist() == hashed(["the", "cat", "sat", "on", "the", "mat"], 1000)
+    assert got.ids[2].tolist()[:2] == hashed(["ünïcode", "42"], 1000)
+    assert got.ids[1].tolist() == [0] * 6
+    assert got.ids[3].tolist() == [0] * 6
+    assert got.vocabulary == 1000
+    assert got.cut_share == 0.0
+    assert got.sha == ""
 
 
 def test_marks_belong_to_their_word_and_one_spelling_is_one_word() -> None:
     words = ["की", "कि", "कु", "के", "का", "ที่", "ทั้"]
-    own = [1 + binascii.crc32(w.encode()) % 8191 for w in words]
-    assert token_ids([" ".join(words)], "words", 8192, 8).ids[0].tolist() == [*own, 0]
-    composed, apart, plain = token_ids(
-        ["caf\u00e9", "cafe\u0301", "cafe"], "words", 8192, 2
-    ).ids.tolist()
-    assert composed == apart != plain
-    assert token_ids(["\u0301 \ufe0f"], "words", 8192, 2).ids.tolist() == [[0, 0]], (
-        "a mark begins no word"
-    )
+    ids = token_ids([" ".join(words)], "words", 8192, 8).ids
+    assert ids[0].tolist() == [*hashed(words, 8192), 0]
+
+    spellings = ["caf\u00e9", "cafe\u0301", "cafe"]
+    composed, decomposed, plain = token_ids(spellings, "words", 8192, 2).ids.tolist()
+    assert composed == decomposed != plain
+
+    marks_alone = token_ids(["\u0301 \ufe0f"], "words", 8192, 2)
+    assert marks_alone.ids.tolist() == [[0, 0]], "a mark begins no word"
 
 
 def test_words_of_ascii_are_the_same_words_in_other_texts() -> None:
@@ -56,9 +62,9 @@ def test_words_of_ascii_are_the_same_words_in_other_texts() -> None:
 def test_bytes_are_bytes() -> None:
     got = token_ids(TEXTS, "bytes", 5, 40)
     for text, row in zip(TEXTS, got.ids, strict=True):
-        own = row[row > 0] - 1
-        assert bytes(own.tolist()) == text.encode()
-        assert (row[len(own) :] == 0).all()
+        encoded = row[row > 0] - 1
+        assert bytes(encoded.tolist()) == text.encode()
+        assert (row[len(encoded) :] == 0).all()
     assert got.vocabulary == 257
 
 
@@ -126,12 +132,13 @@ def test_a_tokenizers_file_has_padding_0_whatever_it_has_itself(
 ) -> None:
     path = written(tmp_path, padding)
     got = token_ids(["The cat sat", "the dog", ""], str(path), 9999, 4)
-    own = json.loads(path.read_text())["model"]["vocab"]
-    shift = 0 if padding == 0 else 1
-    assert got.ids[0].tolist() == [own["the"] + shift, own["cat"] + shift, own["sat"] + shift, 0]
-    assert got.ids[1].tolist() == [own["the"] + shift, own["[UNK]"] + shift, 0, 0]
+    vocabulary = json.loads(path.read_text())["model"]["vocab"]
+    shift = int(padding != 0)
+    the, cat, sat, unknown = (vocabulary[word] + shift for word in ("the", "cat", "sat", "[UNK]"))
+    assert got.ids[0].tolist() == [the, cat, sat, 0]
+    assert got.ids[1].tolist() == [the, unknown, 0, 0]
     assert got.ids[2].tolist() == [0] * 4
-    assert got.vocabulary == len(own) + shift
+    assert got.vocabulary == len(vocabulary) + shift
     assert got.sha == hashlib.sha256(path.read_bytes()).hexdigest()
     assert token_ids(["the cat", "the cat sat on"], str(path), 0, 3).cut_share == 0.5
 
@@ -143,17 +150,19 @@ def test_texts_are_encoded_again_after_the_tokenizer_file_changed(
     rows = [f"the cat sat,{row % 2}" for row in range(10)]
     (tmp_path / "texts.csv").write_text("\n".join(["text,label", *rows]))
     fields = {"tokenizer": str(tmp_path / "tokenizer.json"), "length": 4}
+
     written(tmp_path, 0)
     first = load_dataset(tmp_path / "texts.csv", **fields)
     written(tmp_path, 3)
     second = load_dataset(tmp_path / "texts.csv", **fields)
+
     assert first.about.tokenizer_sha != second.about.tokenizer_sha
     assert first.train.values[0].tolist() == [2, 3, 4, 0]
     assert second.train.values[0].tolist() == [2, 3, 5, 0]
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "vocabulary", "length", "says"),
+    ("tokenizer", "vocabulary", "length", "message"),
     [
         (
             "letters",
@@ -166,16 +175,16 @@ def test_texts_are_encoded_again_after_the_tokenizer_file_changed(
     ],
 )
 def test_wrong_settings_are_one_line(
-    tokenizer: str, vocabulary: int, length: int, says: str
+    tokenizer: str, vocabulary: int, length: int, message: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
         token_ids(TEXTS, tokenizer, vocabulary, length)
-    assert says in str(raised.value)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         (None, "cannot be read"),
         ("{}", "is not a file of Hugging Face's tokenizers"),
@@ -183,7 +192,7 @@ def test_wrong_settings_are_one_line(
     ],
 )
 def test_a_file_that_is_no_tokenizer_is_one_line(
-    tmp_path: Path, content: str | None, says: str
+    tmp_path: Path, content: str | None, message: str
 ) -> None:
     pytest.importorskip("tokenizers")
     path = tmp_path / "own.json"
@@ -191,7 +200,7 @@ def test_a_file_that_is_no_tokenizer_is_one_line(
         path.write_bytes(content.encode("latin1"))
     with pytest.raises(ConfigError) as raised:
         token_ids(TEXTS, str(path), 0, 4)
-    assert says in str(raised.value)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -200,9 +209,11 @@ def test_a_tokenizer_that_draws_is_refused(tmp_path: Path) -> None:
         token_ids(TEXTS, str(written(tmp_path, None, dropout=0.5)), 0, 4)
 
 
-@pytest.mark.parametrize(("text", "says"), [(None, "text 1 is a NoneType"), (3, "text 1 is a int")])
-def test_what_is_no_text_is_named(text: object, says: str) -> None:
-    with pytest.raises(DataError, match=says):
+@pytest.mark.parametrize(
+    ("text", "message"), [(None, "text 1 is a NoneType"), (3, "text 1 is a int")]
+)
+def test_what_is_no_text_is_named(text: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         token_ids(["a", text], "words", 10, 4)  # type: ignore[list-item]
 
 
@@ -226,6 +237,7 @@ def bomb(*normalizers: dict[str, object], **fields: object) -> dict[str, object]
 
 
 def replacing(content: str, **pattern: str) -> dict[str, object]:
+    """A normaliser that replaces the matches of a pattern."""
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
