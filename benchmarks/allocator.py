@@ -38,7 +38,7 @@ def measure(name: str, pairs: int) -> list[Sequence[str]]:
     keeping = started("kept", "1", training)
     run_in_turns((returning, keeping), pairs)
 
-    rows = []
+    rows: list[Sequence[str]] = []
     for contestant in (returning, keeping):
         memory = contestant.request("peak memory")
         rows.append(
@@ -66,7 +66,7 @@ def main() -> None:
         "--pairs", type=int, default=3, help="rounds of each contestant after the warm-up"
     )
     options = parser.parse_args()
-    rows = []
+    rows: list[Sequence[str]] = []
     for name in options.workloads:
         rows += measure(name, options.pairs)
     head = ["freed memory", "seconds a round", "times the speed", "peak memory"]

@@ -365,7 +365,7 @@ def machine(device: str, commit: str = "") -> dict[str, Any]:
     if device != "cpu":
         about["memory"] = torch.cuda.get_device_properties(device).total_memory
         about["cuda"] = torch.version.cuda
-        about["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        about["cudnn"] = torch.backends.cudnn.version()
         about["driver"] = _driver()
     return about
 

@@ -49,6 +49,7 @@ class FedstillLoop:
         torch.set_num_threads(settings.threads[1])
         (predict,) = settings.method.predictors(self.state, world).values()
         examples = sites.common_test
+        assert examples is not None  # workloads have a common test set
         seconds = seconds_of(
             lambda: correct_by_class(predict, examples, sites.inputs, world.classes)
         )

@@ -24,6 +24,7 @@ from benchmarks.flower_programs import FlowerPrograms, flower_programs
 from benchmarks.options import integers, option_parser
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import resolve
+from fedstill.config.tables import Engine
 from fedstill.running.journal import JOURNAL, read_journal
 from fedstill.running.runner import run
 
@@ -39,7 +40,7 @@ HEADER = (
 )
 
 
-def experiment(topology: str, clients: int, engine: str, **flower: Any) -> Experiment:
+def experiment(topology: str, clients: int, engine: Engine, **flower: Any) -> Experiment:
     """FedAvg on digits for three rounds of one epoch: there is little training, so that messages
     take most of the time.
     """

@@ -40,7 +40,7 @@ SHOWN = [
 ]
 """The columns of the tables: all shares except these."""
 
-COMMON_SETTINGS = {
+COMMON_SETTINGS: Mapping[str, Any] = {
     "threads": 1,
     "measure": (),
     "keep_updates": True,

@@ -54,7 +54,8 @@ def overhead(seconds: float, events: Iterable[dict[str, Any]]) -> float:
     ``seconds``: of the whole process. ``events``: of its journal.
     """
     rounds = [event for event in events if event["event"] == "round"]
-    return seconds - sum(event["seconds_training"] for event in rounds)
+    training_seconds: float = sum(event["seconds_training"] for event in rounds)
+    return seconds - training_seconds
 
 
 def measured_overhead() -> float:

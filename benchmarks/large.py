@@ -25,6 +25,7 @@ import psutil
 
 from benchmarks.memory import peak_memory
 from fedstill.config.experiment import Experiment
+from fedstill.config.tables import Engine
 from fedstill.running.journal import JOURNAL, read_journal
 from fedstill.running.recording import Quiet
 from fedstill.running.runner import run
@@ -36,7 +37,7 @@ ROUNDS = 3
 WIDTH = 5968
 """Units of each of two hidden layers: 36.1 million parameters on digits."""
 
-ENGINES = {"in process": "serial", "loopback grid": "flower"}
+ENGINES: Mapping[str, Engine] = {"in process": "serial", "loopback grid": "flower"}
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class RoundTimes(Quiet):
         self.times.append(time.process_time())
 
 
-def experiment(engine: str, width: int) -> Experiment:
+def experiment(engine: Engine, width: int) -> Experiment:
     """FedAvg on digits, one epoch a round."""
     return Experiment(
         rounds=ROUNDS,
@@ -85,7 +86,7 @@ def experiment(engine: str, width: int) -> Experiment:
     )
 
 
-def measure(engine: str) -> Cost:
+def measure(engine: Engine) -> Cost:
     """The cost of a round in this process, which should not have done anything else."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -103,9 +104,9 @@ def measure(engine: str) -> Cost:
     )
 
 
-def in_new_process(engine: str) -> Cost:
-    """The cost of a round, measured in a new process."""
-    command = [sys.executable, "-m", "benchmarks.large", engine]
+def in_new_process(way: str) -> Cost:
+    """The cost of a round of a way in ``ENGINES``, measured in a new process."""
+    command = [sys.executable, "-m", "benchmarks.large", way]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return Cost(**json.loads(output))
 
@@ -113,7 +114,7 @@ def in_new_process(engine: str) -> Cost:
 def print_table() -> None:
     """Print a line for each engine, and the cost of a message."""
     print(f"{'way':<14} {'s a round':>10} {'processor s':>12} {'peak, copies':>13}")
-    costs = {name: in_new_process(engine) for name, engine in ENGINES.items()}
+    costs = {way: in_new_process(way) for way in ENGINES}
     for name, cost in costs.items():
         copies = cost.memory / cost.payload
         print(f"{name:<14} {cost.seconds:>10.2f} {cost.processor_seconds:>12.2f} {copies:>13.1f}")
@@ -132,4 +133,4 @@ def print_table() -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(measure(sys.argv[1]))))
+    print(json.dumps(asdict(measure(ENGINES[sys.argv[1]]))))

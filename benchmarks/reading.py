@@ -190,8 +190,10 @@ def write_series(path: Path, count: int) -> None:
     """Series of 3 channels and 128 steps, as lists of lists."""
     draw = np.random.default_rng(0)
     values = pa.array(draw.normal(size=count * 3 * 128).astype("float32"))
-    channels = pa.ListArray.from_arrays(np.arange(0, 3 * 128 * count + 1, 128, "int32"), values)
-    series = pa.ListArray.from_arrays(np.arange(0, 3 * count + 1, 3, "int32"), channels)
+    channel_offsets = np.arange(0, 3 * 128 * count + 1, 128, dtype="int32")
+    channels = pa.ListArray.from_arrays(channel_offsets, values)
+    series_offsets = np.arange(0, 3 * count + 1, 3, dtype="int32")
+    series = pa.ListArray.from_arrays(series_offsets, channels)
     pq.write_table(pa.table({"signal": series, "label": labels(count)}), path)
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from fedstill import Experiment
+    from fedstill.config.tables import Engine
     from fedstill.data.dataset import Dataset
 
 
@@ -44,7 +45,7 @@ class Case:
     width: int = 64
     teachers: int = 0
     method: str = "fedavg"
-    engine: str = "pooled"
+    engine: Engine = "pooled"
     rounds: int = 5
     images: int = 20_000
 

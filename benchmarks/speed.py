@@ -145,7 +145,7 @@ def rows(
 ) -> list[Sequence[str]]:
     """The rows of a workload's table."""
     plain, serial, *_ = contestants
-    cells = []
+    rows: list[Sequence[str]] = []
     for contestant in contestants:
         seconds = contestant.seconds
         share = ""
@@ -154,7 +154,7 @@ def rows(
             rate = operations / statistics.median(seconds)
             share = f"{100 * rate / limits.of_changes(contestant.training.changes):.0f} %"
         memory = contestant.request("peak memory")
-        cells.append(
+        rows.append(
             (
                 contestant.name,
                 spread(seconds),
@@ -164,7 +164,7 @@ def rows(
                 f"{memory / 1e6:,.0f} MB",
             )
         )
-    return cells
+    return rows
 
 
 def main() -> None:

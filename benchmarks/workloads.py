@@ -209,4 +209,5 @@ def flops(workload: Workload, prepared: Prepared) -> float:
         logits = contract.forward(contract.module(spec), parameters, images)
         logits.sum().backward()
     trained_images = workload.sampled * workload.images * workload.plan["epochs"]
-    return counter.get_total_flops() / batch * trained_images
+    flops_per_image = counter.get_total_flops() / batch
+    return float(flops_per_image * trained_images)

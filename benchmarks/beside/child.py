@@ -24,12 +24,22 @@ class Turns(Progress):
     def __init__(self) -> None:
         self.wait()
 
+    def started(self, folder: Path, round: int) -> None:
+        """Do nothing."""
+
+    def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
+        """Do nothing."""
+
     def round(self, event: Mapping[str, Any], rounds: int) -> None:
         """Report a round, and wait."""
         wall = time.perf_counter() - self.wall
         cpu = time.process_time() - self.cpu
         print(json.dumps({"wall": wall, "cpu": cpu}), flush=True)
         self.wait()
+
+    def stop(self) -> bool:
+        """Return False: the run goes on."""
+        return False
 
     def wait(self) -> None:
         """Wait for a line, then start the clocks."""

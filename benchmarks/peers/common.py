@@ -137,7 +137,8 @@ class Network(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (B, C) of a batch."""
-        return self.head(self.body(x))
+        logits: Tensor = self.head(self.body(x))
+        return logits
 
 
 class TaskOrder(Sampler[int]):

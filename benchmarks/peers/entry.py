@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -118,4 +119,4 @@ def distance(
     for name, value in reference.items():
         difference += float((parameters[name] - value).double().square().sum())
         movement += float((value - task.initial[name]).double().square().sum())
-    return (difference / movement) ** 0.5
+    return math.sqrt(difference / movement)

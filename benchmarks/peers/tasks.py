@@ -78,6 +78,9 @@ def task_of(prepared: Prepared, rounds: int) -> Task:
 def _examples(prepared: Prepared) -> dict[str, Tensor]:
     """The examples of all clients, one client after another, and the test set."""
     sites = prepared.sites
+    # Workloads divide one training set among simulated clients, and have a common test set.
+    assert sites.split is not None
+    assert sites.common_test is not None
     sizes = torch.tensor([0, *sites.split.sizes])
     positions = torch.from_numpy(sites.split.positions)
     return {
