@@ -23,7 +23,7 @@ from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.recording import Quiet
 from fedstill.running.runner import run
 
-Whole = Callable[[str], dict[str, Any]]
+UninterruptedBits = Callable[[str], dict[str, Any]]
 """The bits of a setting's uninterrupted run."""
 
 

@@ -1,27 +1,40 @@
-"""The runs that others are compared with, each made once."""
+"""Fixtures for runs that are stopped, killed or damaged: the bits of uninterrupted runs, and a
+process that forks runs which may be killed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import toys
 from fedstill.running.runner import run
-from forking import SETTINGS
-from run_bits import Whole, bits
+from forking import SETTINGS, Helper
+from run_bits import UninterruptedBits, bits
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """The bits of each setting's uninterrupted run, made once."""
-    known: dict[str, dict[str, Any]] = {}
+def helper() -> Iterator[Helper]:
+    """A process that forks a child for each run, which may be killed."""
+    process = Helper()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted_bits(tmp_path_factory: pytest.TempPathFactory) -> UninterruptedBits:
+    """A function that returns the bits of the uninterrupted run of a setting. Each setting runs
+    once in a module.
+    """
+    bits_by_setting: dict[str, dict[str, Any]] = {}
 
     def bits_of(name: str) -> dict[str, Any]:
-        if name not in known:
-            folder = tmp_path_factory.mktemp("whole") / "run"
+        if name not in bits_by_setting:
+            folder = tmp_path_factory.mktemp("uninterrupted") / "run"
             run(SETTINGS[name], folder, data=toys.blobs())
-            known[name] = bits(folder)
-        return known[name]
+            bits_by_setting[name] = bits(folder)
+        return bits_by_setting[name]
 
     return bits_of

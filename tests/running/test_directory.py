@@ -1,5 +1,5 @@
-"""What a run's directory may have gone through: what is resumed all the same, and what is refused,
-by name.
+"""Damaged, changed and occupied run directories: which are resumed to the same bits, and which are
+refused by an error that names the file.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
 
@@ -36,106 +37,130 @@ from fedstill.running.journal import read_journal
 from fedstill.running.runner import resume, run
 from fedstill.running.runs import read_run
 from forking import SETTINGS
-from run_bits import StopAfter, Whole, assert_same_bits, bits, stopped
-
-
-def append(text: bytes) -> Callable[[Path], None]:
-    return lambda p: p.write_bytes(p.read_bytes() + text)
+from run_bits import StopAfter, UninterruptedBits, assert_same_bits, bits, stopped
 
 
 @pytest.mark.parametrize(
     "text", [b'{"event":"round","round":9}\n', b'{"event":"rou', b"\xff\xff\n\n"]
 )
-def test_what_a_journal_holds_beyond_the_checkpoint_is_dropped(
-    text: bytes, whole: Whole, tmp_path: Path
+def test_the_part_of_a_journal_that_no_checkpoint_covers_is_dropped(
+    text: bytes, uninterrupted_bits: UninterruptedBits, tmp_path: Path
 ) -> None:
     folder = stopped(SETTINGS["parallel"], tmp_path / "run")
-    append(text)(folder / "journal.jsonl")
+    with (folder / "journal.jsonl").open("ab") as journal:
+        journal.write(text)
     resume(folder, data=toys.blobs())
-    assert_same_bits(bits(folder), whole("parallel"))
+    assert_same_bits(bits(folder), uninterrupted_bits("parallel"))
 
 
-HARM = {
-    "shorter": (lambda p: p.write_bytes(p.read_bytes()[:-1]), "shorter than"),
-    "empty": (lambda p: p.write_bytes(b""), "shorter than"),
-    "gone": (Path.unlink, "shorter than"),
-    "changed": (
-        lambda p: p.write_bytes(p.read_bytes().replace(b'"round":1', b'"round":2', 1)),
-        "changed",
-    ),
-}
+def shortened(journal: bytes) -> bytes:
+    """The journal without its last byte."""
+    return journal[:-1]
 
 
-@pytest.mark.parametrize("how", HARM)
-def test_a_journal_that_is_not_the_one_that_was_written_is_refused(
-    how: str, whole: Whole, tmp_path: Path
-) -> None:
-    folder = stopped(SETTINGS["parallel"], tmp_path / "run")
-    kept = (folder / "journal.jsonl").read_bytes()
-    harm, words = HARM[how]
-    harm(folder / "journal.jsonl")
-    with pytest.raises(CorruptFile, match=words):
-        resume(folder, data=toys.blobs())
-    (folder / "journal.jsonl").write_bytes(kept)
-    resume(folder, data=toys.blobs())
-    assert_same_bits(bits(folder), whole("parallel"))
+def emptied(journal: bytes) -> bytes:
+    """Nothing."""
+    return b""
 
 
-def objects_of_the_newest(folder: Path) -> Path:
-    newest = max((folder / "checkpoints").glob("*.json"))
-    sha = json.loads(newest.read_text())["manifest"]["groups"]["params"]
-    return folder / "checkpoints" / "objects" / f"{sha}.safetensors"
+def changed(journal: bytes) -> bytes:
+    """The journal with another number of the first round."""
+    return journal.replace(b'"round":1', b'"round":2', 1)
 
 
 @pytest.mark.parametrize(
-    "victim",
+    ("damage", "words"),
     [
-        lambda folder: max((folder / "checkpoints").glob("*.json")),
-        objects_of_the_newest,
-        lambda folder: max((folder / "memory").iterdir(), key=lambda p: p.stat().st_mtime_ns),
+        (shortened, "shorter than"),
+        (emptied, "shorter than"),
+        (None, "shorter than"),
+        (changed, "changed"),
     ],
-    ids=["manifest", "object", "memory"],
+    ids=["shorter", "empty", "deleted", "changed"],
 )
+def test_a_run_whose_journal_was_damaged_is_not_resumed(
+    damage: Callable[[bytes], bytes] | None,
+    words: str,
+    uninterrupted_bits: UninterruptedBits,
+    tmp_path: Path,
+) -> None:
+    """As soon as the journal is restored, the run is resumed to the same bits."""
+    folder = stopped(SETTINGS["parallel"], tmp_path / "run")
+    path = folder / "journal.jsonl"
+    journal = path.read_bytes()
+    path.unlink()
+    if damage is not None:
+        path.write_bytes(damage(journal))
+    with pytest.raises(CorruptFile, match=words):
+        resume(folder, data=toys.blobs())
+
+    path.write_bytes(journal)
+    resume(folder, data=toys.blobs())
+    assert_same_bits(bits(folder), uninterrupted_bits("parallel"))
+
+
+def newest_manifest(folder: Path) -> Path:
+    """The manifest of the newest checkpoint of a run."""
+    return max((folder / "checkpoints").glob("*.json"))
+
+
+def newest_object(folder: Path) -> Path:
+    """The parameters of the newest checkpoint of a run."""
+    manifest = json.loads(newest_manifest(folder).read_text())["manifest"]
+    return folder / "checkpoints" / "objects" / f"{manifest['groups']['params']}.safetensors"
+
+
+def newest_memory(folder: Path) -> Path:
+    """The state of a client that a run wrote last."""
+    return max((folder / "memory").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+
+
+@pytest.mark.parametrize("file_of", [newest_manifest, newest_object, newest_memory])
 def test_a_damaged_newest_checkpoint_costs_a_stage_and_no_bit(
-    victim: Callable[[Path], Path], whole: Whole, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    file_of: Callable[[Path], Path],
+    uninterrupted_bits: UninterruptedBits,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = stopped(SETTINGS["sequential"], tmp_path / "run", 5)
-    path = victim(folder)
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(data)
+    path = file_of(folder)
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
     with caplog.at_level(logging.WARNING):
         resume(folder, data=toys.blobs())
+
     assert "skipped a checkpoint" in caplog.text
-    assert_same_bits(bits(folder), whole("sequential"))
+    assert_same_bits(bits(folder), uninterrupted_bits("sequential"))
 
 
-def test_leftovers_of_a_killed_process_are_swept_away(whole: Whole, tmp_path: Path) -> None:
+def test_unfinished_files_of_a_killed_process_are_deleted(
+    uninterrupted_bits: UninterruptedBits, tmp_path: Path
+) -> None:
     folder = stopped(SETTINGS["sequential"], tmp_path / "run")
-    for place in (
-        folder,
-        folder / "checkpoints",
-        folder / "checkpoints" / "objects",
-        folder / "memory",
-    ):
-        (place / ".file.json.4711.part").write_bytes(b"half")
+    for subfolder in (".", "checkpoints", "checkpoints/objects", "memory"):
+        (folder / subfolder / ".file.json.4711.part").write_bytes(b"half")
     resume(folder, data=toys.blobs())
-    assert_same_bits(bits(folder), whole("sequential"))
+    assert_same_bits(bits(folder), uninterrupted_bits("sequential"))
 
 
-def test_a_folder_of_runs_names_one_of_them(tmp_path: Path) -> None:
-    run(toys.toy(rounds=1), tmp_path / "all" / "fedavg" / "seed1", data=toys.blobs())
-    for folder in (tmp_path / "all", tmp_path / "all" / "fedavg"):
+def test_the_error_for_a_folder_of_runs_names_one_of_them(tmp_path: Path) -> None:
+    run(toys.toy(rounds=1), tmp_path / "all/fedavg/seed1", data=toys.blobs())
+    for folder in (tmp_path / "all", tmp_path / "all/fedavg"):
         with pytest.raises(NoRun, match="all/fedavg/seed1"):
             resume(folder, data=toys.blobs())
 
 
-def test_a_directory_in_which_nothing_but_a_first_write_was_begun_is_free(tmp_path: Path) -> None:
+def test_a_run_may_begin_in_a_directory_that_has_only_an_unfinished_first_file(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "lock").touch()
     (tmp_path / "run" / ".config.toml.4711.part").write_bytes(b"half")
+
     with pytest.raises(NoRun, match="contains no run"):
         resume(tmp_path / "run", data=toys.blobs())
+
     run(toys.toy(rounds=1), tmp_path / "run", data=toys.blobs())
     assert not list((tmp_path / "run").glob(".*.part"))
 
@@ -149,7 +174,7 @@ def test_a_changed_config_is_refused(tmp_path: Path) -> None:
     assert str(caught.value).endswith(f"--out NEW -s start_from={folder.resolve()}")
 
 
-def test_a_changed_config_of_a_finished_run_is_refused_and_what_is_said_instead_works(
+def test_a_finished_run_with_a_changed_config_is_not_resumed_but_can_be_started_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -157,16 +182,17 @@ def test_a_changed_config_of_a_finished_run_is_refused_and_what_is_said_instead_
     folder = run(load("my.toml", ("rounds=1", "measure=[]")), "one").directory
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("rounds = 1\n", "rounds = 2\n"))
+
     with pytest.raises(CorruptFile, match=r"config\.toml"):
         resume(folder)
-    more = run(load("one/config.toml", ("start_from=one",)), "new")
-    assert len(more.history) == 2
-    assert f'start_from = "{tmp_path / "one"}"' in (more.directory / "config.toml").read_text()
+
+    continued = run(load("one/config.toml", ("start_from=one",)), "new")
+    assert len(continued.history) == 2
+    assert f'start_from = "{tmp_path / "one"}"' in (continued.directory / "config.toml").read_text()
 
 
-def test_a_changed_config_is_refused_where_no_checkpoint_is_left_and_by_the_report(
-    tmp_path: Path,
-) -> None:
+def test_a_changed_config_is_noticed_without_checkpoints_too(tmp_path: Path) -> None:
+    """By a resume, and by the report."""
     folder = run(toys.toy(rounds=1), tmp_path / "run", toys.blobs()).directory
     rmtree(folder / "checkpoints")
     read_run(folder)
@@ -177,36 +203,45 @@ def test_a_changed_config_is_refused_where_no_checkpoint_is_left_and_by_the_repo
             read(folder)
 
 
-def test_a_misspelt_key_in_the_config_of_a_run_is_told_as_a_change(
+def test_a_misspelt_key_in_the_config_of_a_run_is_reported_as_a_change(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = stopped(SETTINGS["parallel"], tmp_path / "run")
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("lr = 0.1", "rl = 0.1"))
+
     with pytest.raises(CorruptFile, match=r"config\.toml"):
         resume(folder, data=toys.blobs())
     assert call(["resume", str(folder)]) == 1
     assert "config.toml" in capsys.readouterr().err
 
 
-def test_a_config_that_is_named_in_the_place_of_its_run_is_said_to_be_a_file(
-    tmp_path: Path,
-) -> None:
+def test_a_config_file_is_not_a_run(tmp_path: Path) -> None:
     (tmp_path / "my.toml").write_text(toys.SMALL)
-    with pytest.raises(
-        NoRun,
-        match=r"my\.toml",
-    ):
+    with pytest.raises(NoRun, match=r"my\.toml"):
         resume(tmp_path / "my.toml")
 
 
-def test_a_journal_that_cannot_be_read_is_not_said_to_be_gone(tmp_path: Path) -> None:
+def test_the_error_for_an_unreadable_journal_gives_the_reason(tmp_path: Path) -> None:
     (tmp_path / "journal.jsonl").mkdir()
     with pytest.raises(CorruptFile, match=r"journal\.jsonl: Is a directory"):
         read_journal(tmp_path / "journal.jsonl")
 
 
-LOCKING = """
+def holding_process(program: str, path: Path) -> subprocess.Popen[str]:
+    """A process that holds a path until its input ends; it holds it when this function returns."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+HOLDS_LOCK = """
 import sys
 from filelock import FileLock
 with FileLock(sys.argv[1]):
@@ -215,24 +250,20 @@ with FileLock(sys.argv[1]):
 """
 
 
-def test_a_directory_that_another_process_writes_is_busy(whole: Whole, tmp_path: Path) -> None:
+def test_a_directory_that_another_process_writes_is_busy(
+    uninterrupted_bits: UninterruptedBits, tmp_path: Path
+) -> None:
     folder = stopped(SETTINGS["parallel"], tmp_path / "run")
-    other = subprocess.Popen(
-        [sys.executable, "-c", LOCKING, str(folder / "lock")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert other.stdout is not None
-    assert other.stdout.readline() == "held\n"
+    holder = holding_process(HOLDS_LOCK, folder / "lock")
     with pytest.raises(RunBusy, match="another process"):
         resume(folder, data=toys.blobs())
-    other.communicate()
+
+    holder.communicate()
     resume(folder, data=toys.blobs())
-    assert_same_bits(bits(folder), whole("parallel"))
+    assert_same_bits(bits(folder), uninterrupted_bits("parallel"))
 
 
-HOLDING = """
+HOLDS_FOLDER = """
 import sys
 from pathlib import Path
 from fedstill.running.directory import claimed
@@ -242,37 +273,35 @@ with claimed(Path(sys.argv[1])):
 """
 
 
-def test_who_writes_in_a_folder_is_said_to_who_is_refused(tmp_path: Path) -> None:
-    """Two comparisons in one folder: the second says which process it is, and touches nothing."""
-    config, out = tmp_path / "short.toml", tmp_path / "all"
+def files_below(folder: Path) -> dict[Path, bytes]:
+    """The contents of all files below a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_error_for_a_folder_in_use_names_the_process_that_writes_in_it(tmp_path: Path) -> None:
+    """The second of two comparisons in one folder changes nothing."""
+    config = tmp_path / "short.toml"
     config.write_text("rounds = 1\n")
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLDING, str(out)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert other.stdout is not None
-    assert other.stdout.readline() == "held\n"
-    before = {p: p.read_bytes() for p in out.rglob("*")}
+    out = tmp_path / "all"
+    holder = holding_process(HOLDS_FOLDER, out)
+    files_of_holder = files_below(out)
     runs = variants(load(config), out, ("fedavg", "fedprox"))
-    who = (
-        rf"all is being written by another process, {other.pid} on {socket.gethostname()} since "
-        r"2\d+-\d\d-\d\d "
-    )
-    with pytest.raises(RunBusy, match=who):
+    process = f"{holder.pid} on {socket.gethostname()}"
+    message = rf"all is being written by another process, {process} since 2\d+-\d\d-\d\d "
+    with pytest.raises(RunBusy, match=message):
         carry_out(runs, out, 1, quiet=True)
-    assert {p: p.read_bytes() for p in out.rglob("*")} == before
-    other.communicate()
+    assert files_below(out) == files_of_holder
+
+    holder.communicate()
     assert not (out / "holder.json").exists()
     with claimed(out):
         assert (out / "holder.json").exists()
 
 
-@pytest.mark.parametrize("said", [b"", b"{", b"[]", b'{"process": "x"}', b"\xff", b"[" * 9999])
-def test_a_holder_that_cannot_be_read_is_left_out(said: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("holder", [b"", b"{", b"[]", b'{"process": "x"}', b"\xff", b"[" * 9999])
+def test_a_folder_with_an_unreadable_holder_is_busy_too(holder: bytes, tmp_path: Path) -> None:
     with claimed(tmp_path):
-        (tmp_path / "holder.json").write_bytes(said)
+        (tmp_path / "holder.json").write_bytes(holder)
         with pytest.raises(RunBusy, match="another process"), claimed(tmp_path):
             pass
 
@@ -281,36 +310,38 @@ def test_the_folder_of_a_comparison_that_cannot_be_made_is_named(tmp_path: Path)
     (tmp_path / "file").touch()
     with pytest.raises(RunExists, match=str(tmp_path / "file")), claimed(tmp_path / "file"):
         pass
-    with (
-        pytest.raises(ConfigError, match="below"),
-        claimed(tmp_path / "file/below"),
-    ):
+    with pytest.raises(ConfigError, match="below"), claimed(tmp_path / "file/below"):
         pass
 
 
-def test_values_that_make_a_longer_name_than_a_folder_may_have_are_cut_and_told_apart(
+def test_names_that_are_too_long_for_a_folder_are_shortened_and_stay_distinct(
     tmp_path: Path,
 ) -> None:
-    values = [[0.125 + 1 / n for n in range(1, 20)], [0.125 + 1 / n for n in range(1, 21)]]
-    runs = variants(Experiment(), tmp_path, ["fedavg"], [1], {"data.std": values})
-    for run_ in runs:
-        run_.folder.mkdir(parents=True)
-    short, long = (run_.folder.parent.name for run_ in runs)
-    assert short[:150] == long[:150]
-    assert len(short) == len(long) < 170
-    assert runs[1].label == f"fedavg data.std={values[1]}"
-    (whole,) = variants(Experiment(), tmp_path, ["fedavg"], [1], {"data.std": [[0.1] * 40]})
-    assert whole.folder.parent.name == "fedavg_data.std=[" + ",_".join(["0.1"] * 40) + "]", (
-        "it fits"
-    )
+    """A name that fits is not shortened."""
+    longer = [0.125 + 1 / n for n in range(1, 21)]
+    grid = {"data.std": [longer[:-1], longer]}
+    runs = variants(Experiment(), tmp_path, ["fedavg"], [1], grid)
+    for variant in runs:
+        variant.folder.mkdir(parents=True)
+
+    first_name, second_name = (variant.folder.parent.name for variant in runs)
+    assert first_name != second_name
+    assert first_name[:150] == second_name[:150]
+    assert len(first_name) == len(second_name) < 170
+    assert runs[1].label == f"fedavg data.std={longer}"
+
+    values = [0.1] * 40
+    (variant,) = variants(Experiment(), tmp_path, ["fedavg"], [1], {"data.std": [values]})
+    text = ",_".join(["0.1"] * 40)
+    assert variant.folder.parent.name == f"fedavg_data.std=[{text}]"
 
 
-def test_a_directory_that_holds_another_run_is_left_alone(tmp_path: Path) -> None:
+def test_a_run_does_not_begin_in_the_directory_of_another_run(tmp_path: Path) -> None:
     folder = stopped(SETTINGS["parallel"], tmp_path / "run")
-    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    files_of_run = files_below(folder)
     with pytest.raises(RunExists, match=str(folder)):
         run(SETTINGS["parallel"], folder, data=toys.blobs())
-    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+    assert files_below(folder) == files_of_run
 
 
 def test_places_that_cannot_hold_a_run_are_named(tmp_path: Path) -> None:
@@ -320,8 +351,10 @@ def test_places_that_cannot_hold_a_run_are_named(tmp_path: Path) -> None:
     for out in ("file", "folder"):
         with pytest.raises(RunExists, match=out):
             run(toys.toy(rounds=1), tmp_path / out, data=toys.blobs())
+
     with pytest.raises(ConfigError, match="below"):
         run(toys.toy(rounds=1), tmp_path / "file" / "below", data=toys.blobs())
+
     for out in ("nowhere", "file", "folder"):
         with pytest.raises(NoRun, match=out):
             resume(tmp_path / out)
@@ -346,60 +379,65 @@ class Mine(Method):
 """
 
 
-def test_a_users_method_whose_file_has_changed_is_refused_and_one_that_has_not_goes_on(
+def test_a_run_with_a_users_method_is_resumed_only_if_the_file_has_not_changed(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    experiment = Experiment(**{**vars(toys.toy("mine.py")), "base": tmp_path})
+    experiment = replace(toys.toy("mine.py"), base=tmp_path)
     run(experiment, tmp_path / "whole", data=toys.blobs())
+
     with pytest.raises(Interrupted):
         run(experiment, tmp_path / "run", toys.blobs(), watch=StopAfter(1))
+
     (tmp_path / "mine.py").write_text(MINE + "# another thought\n")
     with pytest.raises(UntrustedCode, match=r"mine\.py"):
         resume(tmp_path / "run", data=toys.blobs())
     with pytest.raises(CorruptFile, match=r"mine\.py"):
         resume(tmp_path / "run", data=toys.blobs(), trust_code=True)
+
     (tmp_path / "mine.py").write_text(MINE)
     resume(tmp_path / "run", data=toys.blobs())
     assert_same_bits(bits(tmp_path / "run"), bits(tmp_path / "whole"))
 
 
-def test_a_resume_with_other_versions_is_said_and_noted(
+def test_a_resume_with_other_versions_is_logged_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A second resume with the same other versions logs nothing."""
     folder = stopped(SETTINGS["parallel"], tmp_path / "run", 1)
-    here = same_run.software()
-    with monkeypatch.context() as later:
-        later.setattr(
-            same_run, "software", lambda device: {**here, "torch": "9.0", "fedstill": "8.0"}
-        )
+    versions = same_run.software()
+    older = {name: versions[name] for name in ("fedstill", "torch")}
+    newer = {"fedstill": "8.0", "torch": "9.0"}
+    with monkeypatch.context() as patch:
+        patch.setattr(same_run, "software", lambda device: {**versions, **newer})
         with pytest.raises(Interrupted):
             resume(folder, toys.blobs(), watch=StopAfter(1))
         (line,) = (r.getMessage() for r in caplog.records if r.name == "fedstill.resume")
-        assert (
-            f"was run with fedstill {here['fedstill']}, torch {here['torch']} and goes on with "
-            "fedstill 8.0" in line
-        )
+        was_run_with = f"was run with fedstill {older['fedstill']}, torch {older['torch']}"
+        assert f"{was_run_with} and goes on with fedstill 8.0" in line
+
         caplog.clear()
         with pytest.raises(Interrupted):
             resume(folder, toys.blobs(), watch=StopAfter(1))
-        assert not caplog.records, "it was said"
+        assert not caplog.records
+
     resume(folder, toys.blobs())
     assert "torch 9.0" in caplog.text
-    noted = [e for e in read_journal(folder / "journal.jsonl") if e["event"] == "resumed"]
-    was = {name: here[name] for name in ("fedstill", "torch")}
-    assert [e["before"] for e in noted] == [was, {"fedstill": "8.0", "torch": "9.0"}]
-    assert [e["versions"] for e in noted] == [{"fedstill": "8.0", "torch": "9.0"}, was]
-    assert [e["round"] for e in noted] == sorted(e["round"] for e in noted)
-    assert read_run(folder).versions("torch") == [here["torch"], "9.0", here["torch"]]
+    events = read_journal(folder / "journal.jsonl")
+    resumed = [event for event in events if event["event"] == "resumed"]
+    assert [event["before"] for event in resumed] == [older, newer]
+    assert [event["versions"] for event in resumed] == [newer, older]
+    rounds = [event["round"] for event in resumed]
+    assert rounds == sorted(rounds)
+    assert read_run(folder).versions("torch") == [older["torch"], "9.0", older["torch"]]
     page = write_page([folder], tmp_path / "report.html").read_text()
-    assert f"torch {', '.join(sorted({here['torch'], '9.0'}))}" in page
+    assert f"torch {', '.join(sorted([older['torch'], '9.0']))}" in page
 
 
-def test_a_resume_with_the_same_versions_notes_nothing(
-    whole: Whole, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_resume_with_the_same_versions_records_nothing(
+    uninterrupted_bits: UninterruptedBits, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = stopped(SETTINGS["parallel"], tmp_path / "run")
     resume(folder, toys.blobs())
     assert "goes on with" not in caplog.text
-    assert_same_bits(bits(folder), whole("parallel"))
+    assert_same_bits(bits(folder), uninterrupted_bits("parallel"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,47 +54,57 @@ class Updates(NoRecorder):
                 self.digests[key] = digest(encode(reply.content))
 
 
-def made(experiment: Experiment, folder: Path) -> Path:
+def directory_of_run(experiment: Experiment, folder: Path) -> Path:
+    """Run an experiment in a folder."""
     run(experiment, folder, toys.blobs())
     return folder
 
 
-def sizes(folder: Path) -> int:
+def update_bytes(folder: Path) -> int:
+    """The size of all kept updates of a run."""
     return sum(path.stat().st_size for path in (folder / UPDATES).iterdir())
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_kept_updates_are_the_replies_of_a_replay(name: str, tmp_path: Path) -> None:
-    folder = made(EXPERIMENTS[name], tmp_path / "run")
+    folder = directory_of_run(EXPERIMENTS[name], tmp_path / "run")
     replayed = Updates()
     with Replay.of_round(folder, 0, toys.blobs()).session() as session:
         for _ in session.rounds(recorder=replayed):
             pass
-    kept = kept_updates(folder)
-    assert len(kept) == len(list((folder / UPDATES).iterdir()))
-    by_place = {(update.round, update.stage, update.client): update.sha256 for update in kept}
-    assert list(by_place) == sorted(by_place)
+    updates = kept_updates(folder)
+
+    assert len(updates) == len(list((folder / UPDATES).iterdir()))
+
+    digests = {(update.round, update.stage, update.client): update.sha256 for update in updates}
+    assert list(digests) == sorted(digests)
+
     # The census comes before round 1, where the replay begins.
-    assert {key: sha256 for key, sha256 in by_place.items() if key[0] > 0} == replayed.digests
-    for update in kept:
+    after_census = {key: sha256 for key, sha256 in digests.items() if key[0] > 0}
+    assert after_census == replayed.digests
+    for update in updates:
         assert digest(encode(update.content())) == update.sha256
         assert update.examples > 0
 
 
 @needs_flower
 def test_over_flower_they_are_the_same(tmp_path: Path) -> None:
-    serial = made(toys.toy("scaffold", keep_updates=True), tmp_path / "serial")
-    flower = made(toys.toy("scaffold", keep_updates=True, engine="flower"), tmp_path / "flower")
-    digests = [[u.sha256 for u in kept_updates(folder)] for folder in (serial, flower)]
-    assert digests[0] == digests[1]
+    experiment = toys.toy("scaffold", keep_updates=True)
+    serial = directory_of_run(experiment, tmp_path / "serial")
+    over_flower = directory_of_run(replace(experiment, engine="flower"), tmp_path / "flower")
+
+    digests = [update.sha256 for update in kept_updates(serial)]
+    assert digests
+    assert digests == [update.sha256 for update in kept_updates(over_flower)]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_explain_knows_their_bytes_before_the_run(name: str, tmp_path: Path) -> None:
     prepared = prepare(resolve(EXPERIMENTS[name]), toys.blobs())
     figure = kept_update_bytes(prepared)
-    assert figure == sizes(made(EXPERIMENTS[name], tmp_path / "run"))
-    assert any(f"{figure:,} bytes" in value for _, value in run_estimate(prepared).lines())
+    assert figure == update_bytes(directory_of_run(EXPERIMENTS[name], tmp_path / "run"))
+    values = [value for _, value in run_estimate(prepared).lines()]
+    assert any(f"{figure:,} bytes" in value for value in values)
 
 
 def test_the_command_prints_the_bytes_only_if_updates_are_kept(
@@ -107,11 +116,12 @@ def test_the_command_prints_the_bytes_only_if_updates_are_kept(
     for value in ("true", "false"):
         assert call(["explain", str(config), "-s", f"keep_updates={value}", "--no-split"]) == 0
         printed.append(capsys.readouterr().out)
+
     assert ["updates kept" in out for out in printed] == [True, False]
 
 
-def test_a_run_that_keeps_none_is_as_ever(tmp_path: Path) -> None:
-    folder = made(toys.toy(rounds=1), tmp_path / "run")
+def test_a_run_without_kept_updates_does_not_mention_them(tmp_path: Path) -> None:
+    folder = directory_of_run(toys.toy(rounds=1), tmp_path / "run")
     assert "keep_updates" not in (folder / "config.toml").read_text()
     assert "update_sha256" not in (folder / "journal.jsonl").read_text()
     with pytest.raises(ConfigError, match="keep_updates"):
@@ -119,11 +129,12 @@ def test_a_run_that_keeps_none_is_as_ever(tmp_path: Path) -> None:
 
 
 def test_a_changed_file_is_refused(tmp_path: Path) -> None:
-    folder = made(toys.toy(rounds=1, keep_updates=True), tmp_path / "run")
+    folder = directory_of_run(toys.toy(rounds=1, keep_updates=True), tmp_path / "run")
     update = kept_updates(folder)[0]
     data = bytearray(update.path.read_bytes())
     data[-1] ^= 1
     update.path.write_bytes(bytes(data))
+
     with pytest.raises(CorruptFile, match=update.path.name):
         update.content()
 
@@ -143,14 +154,14 @@ class Killed(Exception):
 def test_updates_without_their_checkpoint_are_dropped_and_written_again(
     name: str, checkpoints: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = made(EXPERIMENTS[name], tmp_path / "whole")
+    uninterrupted = directory_of_run(EXPERIMENTS[name], tmp_path / "whole")
     save = Checkpoints.save
-    left = checkpoints + 1  # one is written before round 1
+    remaining = checkpoints + 1  # one is written before round 1
 
     def killing(*args: Any, **kwargs: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0:
+        nonlocal remaining
+        remaining -= 1
+        if remaining < 0:
             raise Killed
         return save(*args, **kwargs)
 
@@ -160,13 +171,16 @@ def test_updates_without_their_checkpoint_are_dropped_and_written_again(
         with pytest.raises(Killed):
             run(EXPERIMENTS[name], folder, toys.blobs())
     stray = list((folder / UPDATES).iterdir())
+
     assert len(stray) > len(kept_updates_with_checkpoint(folder))
+
     # What is beyond the checkpoint is dropped even if it is not written again.
     late = folder / UPDATES / "client0-round3-stage9.safetensors"
     late.write_bytes(b"")
     resume(folder, toys.blobs())
+
     assert not late.exists()
-    assert_same_bits(bits(folder), bits(whole))
+    assert_same_bits(bits(folder), bits(uninterrupted))
 
 
 def kept_updates_with_checkpoint(folder: Path) -> list[Any]:
@@ -177,20 +191,13 @@ def kept_updates_with_checkpoint(folder: Path) -> list[Any]:
     return [u for u in kept_updates(folder) if (u.round, u.stage) < position]
 
 
-@pytest.fixture(scope="module")
-def helper() -> Iterator[Helper]:
-    one = Helper()
-    yield one
-    one.close()
-
-
 @pytest.mark.slow
 def test_a_kill_while_updates_are_written_changes_no_bit(helper: Helper, tmp_path: Path) -> None:
-    whole = helper.go("kept_updates", tmp_path / "whole")
+    uninterrupted = helper.go("kept_updates", tmp_path / "whole")
     draw = random.Random(57)
     for number, kind in enumerate(("replace", "fsync", "fsync")):
         folder = tmp_path / str(number)
-        nth = draw.randrange(8, whole["counts"][kind] - 4)
+        nth = draw.randrange(8, uninterrupted["counts"][kind] - 4)
         fault = (kind, nth, draw.choice(["before", "after"]))
         assert helper.go("kept_updates", folder, fault=fault)["status"] != 0, fault
         assert helper.go("kept_updates", folder)["status"] == 0

@@ -1,14 +1,14 @@
-"""kill -9 at any moment, then resume: the same bits as the run that nobody killed. Marked slow; a
-second each.
+"""A run that ``kill -9`` ends at any moment and that is resumed has the bits of an uninterrupted
+run. The tests are slow: a second for each kill.
 
-``FEDSTILL_KILLS`` sets how many kills there are, over all topologies; a dozen if it is unset.
+``FEDSTILL_KILLS`` is the number of kills over all settings; a dozen if it is unset.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,13 @@ KINDS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def helper() -> Iterator[Helper]:
-    one = Helper()
-    yield one
-    one.close()
-
-
-@dataclass
+@dataclass(frozen=True)
 class Reference:
-    """The run that nobody killed: its bits, how long it took, how often it called what."""
+    """An uninterrupted run: its setting, its bits, its duration, and the number of its calls by
+    kind.
+    """
 
+    setting: str
     bits: dict[str, Any]
     seconds: float
     counts: dict[str, int]
@@ -48,103 +44,123 @@ class Reference:
 @pytest.fixture(scope="module", params=list(SETTINGS))
 def reference(
     request: pytest.FixtureRequest, helper: Helper, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Reference]:
-    folder = tmp_path_factory.mktemp("whole") / "run"
+) -> Reference:
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     answer = helper.go(request.param, folder)
     assert answer["status"] == 0
-    return request.param, Reference(bits(folder), answer["seconds"], answer["counts"])
+    return Reference(
+        setting=request.param,
+        bits=bits(folder),
+        seconds=answer["seconds"],
+        counts=answer["counts"],
+    )
 
 
 def fault(kind: str, counts: dict[str, int], draw: random.Random) -> tuple[str, int, str]:
-    """A point of a run: which call, before or after it. The last two files are the model and the
-    summary.
+    """A point of a run at which it is killed: a kind of call, its index, and whether before or
+    after it. The last two files of a run are the model and the summary.
     """
+    side = draw.choice(["before", "after"])
     match kind:
         case "checkpoint torn":
             return "fsync", draw.randrange(2, counts["fsync"] - 4), "torn"
         case "checkpoint fsync":
-            return "fsync", draw.randrange(2, counts["fsync"] - 4), draw.choice(["before", "after"])
+            return "fsync", draw.randrange(2, counts["fsync"] - 4), side
         case "checkpoint rename":
-            return (
-                "replace",
-                draw.randrange(1, counts["replace"] - 2),
-                draw.choice(["before", "after"]),
-            )
+            return "replace", draw.randrange(1, counts["replace"] - 2), side
         case "pruning" if counts["unlink"]:
-            return "unlink", draw.randrange(counts["unlink"]), draw.choice(["before", "after"])
+            return "unlink", draw.randrange(counts["unlink"]), side
         case "final":
             call = draw.choice(["fsync", "replace"])
-            last = 4 if call == "fsync" else 2
-            return call, counts[call] - draw.randint(1, last), draw.choice(["before", "after"])
+            calls_of_last_files = {"fsync": 4, "replace": 2}
+            return call, counts[call] - draw.randint(1, calls_of_last_files[call]), side
         case "census" if counts["census"]:
-            return "census", draw.randrange(counts["census"]), draw.choice(["before", "after"])
+            return "census", draw.randrange(counts["census"]), side
     return "stage", draw.randrange(counts["stage"]), "before"
 
 
-def killed(
-    helper: Helper, setting: str, folder: Path, kind: str, whole: Reference, draw: random.Random
-) -> str:
-    """Kill a run that was begun or not, and say where; a moment that came too late is drawn
-    again.
-    """
-    if kind in ("moment", "twice"):
+@dataclass
+class Killer:
+    """Kills runs of one setting at drawn moments and calls."""
+
+    helper: Helper
+    reference: Reference
+    draw: random.Random
+
+    def kill(self, folder: Path, kind: str) -> str:
+        """Begin or continue a run, kill it, and describe the point. If the run ends before a drawn
+        moment, another moment is drawn.
+        """
+        if kind in ("moment", "twice"):
+            return self._kill_at_a_moment(folder, may_finish=kind == "twice")
+        point = fault(kind, self.reference.counts, self.draw)
+        assert self.helper.go(self.reference.setting, folder, fault=point)["status"] != 0, point
+        return " ".join(map(str, point))
+
+    def _kill_at_a_moment(self, folder: Path, may_finish: bool) -> str:
         for _ in range(20):
-            after = draw.uniform(0, whole.seconds)
-            if helper.go(setting, folder, after=after)["status"] != 0:
-                return f"{100 * after / whole.seconds:.0f} % of the time"
-            if "summary.json" in {p.name for p in folder.iterdir()} and kind == "moment":
-                folder.rename(folder.with_name(folder.name + f".finished{after}"))
-        pytest.fail("no moment hit")
-    where = fault(kind, whole.counts, draw)
-    assert helper.go(setting, folder, fault=where)["status"] != 0, where
-    return " ".join(map(str, where))
+            moment = self.kill_within(folder, self.reference.seconds)
+            if moment:
+                return moment
+            if (folder / "summary.json").exists() and not may_finish:
+                folder.rename(folder.with_name(f"{folder.name}.finished{self.draw.random()}"))
+        pytest.fail("the run was never killed")
+
+    def kill_within(self, folder: Path, seconds: float) -> str:
+        """Kill a run within some seconds, and describe the moment; empty if the run ended
+        earlier.
+        """
+        moment = self.draw.uniform(0, seconds)
+        if self.helper.go(self.reference.setting, folder, after=moment)["status"] == 0:
+            return ""
+        return f"{100 * moment / self.reference.seconds:.0f} % of the time"
 
 
-def test_a_killed_run_that_is_resumed_is_bit_for_bit_the_run_that_nobody_killed(
-    reference: tuple[str, Reference],
-    helper: Helper,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_a_killed_run_that_is_resumed_has_the_bits_of_an_uninterrupted_run(
+    reference: Reference, helper: Helper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    setting, whole = reference
-    place = list(SETTINGS).index(setting)
-    draw = random.Random(f"{setting} 9")
-    share = KILLS // len(SETTINGS) + (place < KILLS % len(SETTINGS))
-    rows, number = [], 0
-    while len(rows) < share:
-        kind = KINDS[(3 * place + number) % len(KINDS)]
-        folder, number = tmp_path / str(number), number + 1
-        rows.append((kind, killed(helper, setting, folder, kind, whole, draw)))
+    setting = reference.setting
+    index = list(SETTINGS).index(setting)
+    killer = Killer(helper, reference, random.Random(f"{setting} 9"))
+    kill_count = KILLS // len(SETTINGS) + (index < KILLS % len(SETTINGS))
+    kills: list[tuple[str, str]] = []
+    for number in itertools.count():
+        if len(kills) >= kill_count:
+            break
+        kind = KINDS[(3 * index + number) % len(KINDS)]
+        folder = tmp_path / str(number)
+        kills.append((kind, killer.kill(folder, kind)))
         if kind == "twice":
-            again = draw.uniform(0, 0.5 * whole.seconds)
-            if helper.go(setting, folder, after=again)["status"] != 0:
-                rows.append(("twice, resume", f"{100 * again / whole.seconds:.0f} % of the time"))
+            moment = killer.kill_within(folder, 0.5 * reference.seconds)
+            if moment:
+                kills.append(("twice, resume", moment))
+
         answer = helper.go(setting, folder)
         assert answer["status"] == 0
-        assert_same_bits(bits(folder), whole.bits)
+        assert_same_bits(bits(folder), reference.bits)
+
     with capsys.disabled():
-        print(f"\n{setting}: {len(rows)} kills, run of {whole.seconds:.2f} s, {whole.counts}")
-        for kind, where in rows:
-            print(f"    {kind:18} {where}")
+        duration = f"run of {reference.seconds:.2f} s"
+        print(f"\n{setting}: {len(kills)} kills, {duration}, {reference.counts}")
+        for kind, point in kills:
+            print(f"    {kind:18} {point}")
 
 
-def test_a_run_that_is_killed_again_and_again_gets_to_its_end(
-    reference: tuple[str, Reference],
-    helper: Helper,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_a_run_that_is_killed_again_and_again_is_finished_at_last(
+    reference: Reference, helper: Helper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Killed after its fourteenth rename, or a third of all, time and again: each life gets a
-    little further.
+    """Each process is killed after its fourteenth rename, or after a third of all renames, and
+    makes a little progress.
     """
-    setting, whole = reference
-    folder, lives = tmp_path / "run", 0
-    # a stage of clients that remember has more than thirteen
-    last = max(13, whole.counts["replace"] // 3)
-    while helper.go(setting, folder, fault=("replace", last, "after"))["status"] != 0:
-        lives += 1
-        assert lives < 50
-    assert lives >= 1
-    assert_same_bits(bits(folder), whole.bits)
+    folder = tmp_path / "run"
+    # A stage of clients with a memory has more than thirteen renames.
+    last = max(13, reference.counts["replace"] // 3)
+    kills = 0
+    while helper.go(reference.setting, folder, fault=("replace", last, "after"))["status"] != 0:
+        kills += 1
+        assert kills < 50
+
+    assert kills >= 1
+    assert_same_bits(bits(folder), reference.bits)
     with capsys.disabled():
-        print(f"\n{setting}: {lives} kills in one run")
+        print(f"\n{reference.setting}: {kills} kills in one run")

@@ -1,10 +1,10 @@
-"""Beginning anew where a run is: what fedstill wrote is deleted, and never anything else."""
+"""A run that overwrites another: the files that fedstill wrote are deleted, and never any other."""
 
 from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,10 @@ import toys
 from fedstill.cli import call
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import ClientFailed, ConfigError, RunBusy, RunExists
+from fedstill.data.dataset import Dataset
 from fedstill.report.page import write_page
 from fedstill.report.table_files import write_run_tables
-from fedstill.running.compare import clear_other_runs, seeded, variants
+from fedstill.running.compare import Variant, clear_other_runs, seeded, variants
 from fedstill.running.directory import clear, locked
 from fedstill.running.journal import add_looks
 from fedstill.running.runner import run
@@ -23,61 +24,67 @@ from fedstill.running.same_run import other_settings
 from flowers import needs_flower
 from forking import SETTINGS
 from newcomer import SHAPES, mine
-from run_bits import Whole, assert_same_bits, bits, stopped
+from run_bits import UninterruptedBits, assert_same_bits, bits, stopped
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {
-        p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()
-    }
+    """The contents of all files below a folder by their path in it."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def test_a_run_that_failed_is_begun_anew_and_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_failed_run_that_is_overwritten_leaves_no_trace(tmp_path: Path) -> None:
     experiment, _ = mine(tmp_path, SHAPES)
     with pytest.raises(ClientFailed):
         run(experiment, tmp_path / "run", toys.blobs())
+
     mended, _ = mine(tmp_path)
     with pytest.raises(RunExists, match=r"overwrite=True$"):
         run(mended, tmp_path / "run", toys.blobs())
+
     run(mended, tmp_path / "run", toys.blobs(), overwrite=True)
     run(mended, tmp_path / "other", toys.blobs())
     assert_same_bits(bits(tmp_path / "run"), bits(tmp_path / "other"))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_whatever_a_run_writes_is_known(setting: str, whole: Whole, tmp_path: Path) -> None:
+def test_all_files_of_a_run_are_overwritten(
+    setting: str, uninterrupted_bits: UninterruptedBits, tmp_path: Path
+) -> None:
     folder = stopped(SETTINGS[setting], tmp_path / "run")
     (folder / "checkpoints" / ".LATEST.4711.part").write_bytes(b"half")
     run(SETTINGS[setting], folder, toys.blobs(), overwrite=True)
-    assert_same_bits(bits(folder), whole(setting))
+    assert_same_bits(bits(folder), uninterrupted_bits(setting))
+
+
+WITH_MEASURES = toys.toy(rounds=1, measure=("tsne", "landscape", "units"), clients={"models": []})
+WITH_SITES = toys.toy("toy_logits", rounds=1, data={"public": toys.PUBLIC}, engine="flower")
 
 
 @pytest.mark.parametrize(
-    "experiment",
+    ("experiment", "subfolder"),
     [
-        toys.toy(rounds=1, measure=("tsne", "landscape", "units"), clients={"models": []}),
-        pytest.param(
-            toys.toy("toy_logits", rounds=1, data={"public": toys.PUBLIC}, engine="flower"),
-            marks=needs_flower,
-        ),
+        (WITH_MEASURES, "measures"),
+        pytest.param(WITH_SITES, "sites", marks=needs_flower),
     ],
     ids=["measures", "flower"],
 )
-def test_so_is_what_measures_sites_the_report_and_why_write(
-    experiment: Experiment, tmp_path: Path
+def test_files_of_measures_of_sites_of_the_report_and_of_why_are_deleted(
+    experiment: Experiment, subfolder: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     run(experiment, folder, toys.blobs())
     write_page([folder], folder / "report.html")
     add_looks(folder, [{"round": 1}])
     (folder / "holder.json").write_text("{}")
-    before = {p.split("/")[0] for p in files(folder)}
-    assert before >= ({"measures"} if experiment.measure != ("local",) else {"sites"})
+    assert any(path.startswith(f"{subfolder}/") for path in files(folder))
+
     clear(folder)
     assert {p.name for p in folder.iterdir()} <= {"lock", "holder.json"}
 
 
-def of_a_user(folder: Path) -> list[str]:
+def add_files_of_a_user(folder: Path) -> list[str]:
+    """Add files and folders that no run writes; returns their names."""
     (folder / "checkpoints" / "mine").mkdir()
     (folder / "notes.txt").write_text("mine")
     (folder / "model.pt").symlink_to(folder / "model.safetensors")
@@ -85,19 +92,22 @@ def of_a_user(folder: Path) -> list[str]:
     return ["checkpoints/mine", "data", "model.pt", "notes.txt"]
 
 
-def test_what_others_wrote_there_is_named_and_nothing_is_deleted(tmp_path: Path) -> None:
+def test_files_of_a_user_are_named_and_nothing_is_deleted(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(toys.toy(rounds=1), folder, toys.blobs())
-    theirs, before = of_a_user(folder), files(folder)
-    with pytest.raises(RunExists, match=", ".join(theirs)):
+    names = add_files_of_a_user(folder)
+    contents = files(folder)
+    with pytest.raises(RunExists, match=", ".join(names)):
         run(toys.toy(rounds=1), folder, toys.blobs(), overwrite=True)
-    assert files(folder) == before
+    assert files(folder) == contents
 
 
 @pytest.mark.parametrize(
     "name", ["config.toml", "report.html", "model.safetensors", "summary.json", "memory/x"]
 )
-def test_files_of_those_names_that_are_no_runs_are_left_alone(name: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_not_cleared_for_the_names_of_its_files(
+    name: str, tmp_path: Path
+) -> None:
     path = tmp_path / "mine" / name
     path.parent.mkdir(parents=True)
     path.write_text("rounds = 1\n")
@@ -106,37 +116,38 @@ def test_files_of_those_names_that_are_no_runs_are_left_alone(name: str, tmp_pat
     assert path.read_text() == "rounds = 1\n"
 
 
-def test_a_report_of_somebody_elses_in_a_runs_directory_is_left_alone(tmp_path: Path) -> None:
+def test_a_report_that_fedstill_did_not_write_is_not_deleted(tmp_path: Path) -> None:
     run(toys.toy(rounds=1), tmp_path / "run", toys.blobs())
     (tmp_path / "run" / "report.html").write_text("my thesis")
     with pytest.raises(RunExists, match=r"report\.html"):
         run(toys.toy(rounds=1), tmp_path / "run", toys.blobs(), overwrite=True)
 
 
-def test_a_config_that_cannot_run_costs_the_old_run_nothing(tmp_path: Path) -> None:
+def test_a_run_that_cannot_begin_deletes_nothing(tmp_path: Path) -> None:
     run(toys.toy(rounds=1), tmp_path / "run", toys.blobs())
-    before = files(tmp_path / "run")
-    for wrong in (
-        toys.toy(rounds=0),
-        toys.toy("toy_logits"),
-        toys.toy(partition={"kind": "sharding", "shards": 900}),
-    ):
+    files_of_run = files(tmp_path / "run")
+    no_rounds = toys.toy(rounds=0)
+    no_public_data = toys.toy("toy_logits")
+    no_such_split = toys.toy(partition={"kind": "sharding", "shards": 900})
+    for wrong in (no_rounds, no_public_data, no_such_split):
         with pytest.raises(ConfigError):
             run(wrong, tmp_path / "run", toys.blobs(), overwrite=True)
+
     with locked(tmp_path / "run"), pytest.raises(RunBusy):
         run(toys.toy(rounds=1), tmp_path / "run", toys.blobs(), overwrite=True)
+
     (tmp_path / "run" / "holder.json").unlink(missing_ok=True)
-    assert files(tmp_path / "run") == before
+    assert files(tmp_path / "run") == files_of_run
 
 
-@pytest.mark.parametrize("left", ["config.toml", "journal.jsonl"])
-def test_a_run_killed_at_its_beginning_or_while_it_was_cleared_can_be_begun_anew(
-    left: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("remaining", ["config.toml", "journal.jsonl"])
+def test_a_run_of_which_one_file_is_left_can_be_overwritten(remaining: str, tmp_path: Path) -> None:
+    """It was killed at its beginning, or while it was cleared."""
     folder = tmp_path / "run"
     run(toys.toy(rounds=1), folder, toys.blobs())
-    for path in [p for p in folder.rglob("*") if p.is_file() and p.name != left]:
-        path.unlink()
+    for name in files(folder):
+        if name != remaining:
+            (folder / name).unlink()
     run(toys.toy(rounds=1), folder, toys.blobs(), overwrite=True)
 
 
@@ -150,216 +161,255 @@ def test_in_a_new_directory_there_is_nothing_to_overwrite(
     assert caught.value.in_shell == "--overwrite needs --out"
 
 
-CONFIG = (
-    "rounds = 1\nmeasure = []\nmethod = 'mine.py'\ntopology = { clients = 2 }\n[data]\ntrain_size "
-    "= 100\n"
-)
+CONFIG = """
+rounds = 1
+measure = []
+method = 'mine.py'
+topology = { clients = 2 }
+[data]
+train_size = 100
+"""
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with a method and the config ``own.toml``."""
     monkeypatch.chdir(tmp_path)
     mine(tmp_path)
     (tmp_path / "own.toml").write_text(CONFIG)
     return tmp_path
 
 
-def test_the_command_says_its_options_and_python_its_arguments(
-    own: Path, capsys: pytest.CaptureFixture[str]
+def test_errors_name_the_options_of_the_command_and_the_arguments_of_python(
+    project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["run", "own.toml", "--out", "one", "-q"]
     assert call(words) == 0
     assert call(words) == 2
+
     error = capsys.readouterr().err
     assert error.startswith("fedstill: one is not empty; ")
     assert all(way in error for way in ("--out", "`fedstill resume one`", "--overwrite"))
     assert call([*words, "--overwrite"]) == 0
-    for out, todo in (
-        (own / "one", "overwrite=True"),
-        (own / "own.toml", "directory with out="),
-    ):
+
+    in_run = project / "one"
+    in_file = project / "own.toml"
+    for out, advice in ((in_run, "overwrite=True"), (in_file, "directory with out=")):
         with pytest.raises(RunExists) as caught:
             run(toys.toy(rounds=1), out, toys.blobs())
         assert "--" not in str(caught.value)
-        assert str(caught.value).endswith(todo)
+        assert str(caught.value).endswith(advice)
         assert "--out" in caught.value.in_shell
 
 
-def test_a_comparison_begins_anew_what_is_in_its_way_and_nothing_more(
-    own: Path, capsys: pytest.CaptureFixture[str]
+def test_a_comparison_overwrites_the_runs_of_other_settings_only(
+    project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        "compare",
-        "own.toml",
-        "--methods",
-        "mine.py,fedavg",
-        "--seeds",
-        "1",
-        "--out",
-        "all",
-        "-q",
-    ]
+    options = ["--methods", "mine.py,fedavg", "--seeds", "1", "--out", "all", "-q"]
+    words = ["compare", "own.toml", *options]
     assert call(words) == 0
-    ours, theirs = (own / f"all/{m}/seed1/summary.json" for m in ("mine", "fedavg"))
-    before = {p: p.stat().st_mtime_ns for p in (ours, theirs)}
-    mine(own, "# another thought")
+
+    def modification_time(summary: Path) -> int:
+        return summary.stat().st_mtime_ns
+
+    of_mine = project / "all/mine/seed1/summary.json"
+    of_fedavg = project / "all/fedavg/seed1/summary.json"
+    time_of_mine = modification_time(of_mine)
+    time_of_fedavg = modification_time(of_fedavg)
+    mine(project, "# another thought")
     capsys.readouterr()
-    assert call(words) == 2, "it was run with another file, so its numbers are not those asked for"
-    said = "all/mine/seed1 holds a run that began before mine.py changed"
-    printed = capsys.readouterr().err
-    assert said in printed
-    assert printed.count("\n") == 1
-    assert {p: p.stat().st_mtime_ns for p in before} == before
+    assert call(words) == 2, "the numbers are those of another file"
+    message = capsys.readouterr().err
+    assert "all/mine/seed1 holds a run that began before mine.py changed" in message
+    assert message.count("\n") == 1
+    assert modification_time(of_mine) == time_of_mine
+    assert modification_time(of_fedavg) == time_of_fedavg
+
     assert call([*words, "--overwrite"]) == 0
-    assert (ours.stat().st_mtime_ns, theirs.stat().st_mtime_ns) != (before[ours], before[theirs])
-    assert theirs.stat().st_mtime_ns == before[theirs], (
-        "a finished run of the same settings is left alone"
-    )
+    assert modification_time(of_mine) != time_of_mine
+    assert modification_time(of_fedavg) == time_of_fedavg, "a finished run of the same settings"
+
     assert call([*words, "-s", "rounds=2"]) == 2
     assert "(rounds)" in capsys.readouterr().err
     assert call([*words, "-s", "rounds=2", "--overwrite"]) == 0
-    assert json.loads(theirs.read_text())["rounds"] == 2
+    assert json.loads(of_fedavg.read_text())["rounds"] == 2
 
 
 TABLES = {"model": {"name": "mlp", "hidden": [4]}, "topology": {"clients": 2}, "rounds": 1}
 
 
-def rows(path: Path, seed: int) -> str:
-    """A small CSV file of two columns and two classes, at its path."""
+def write_rows(path: Path, seed: int) -> str:
+    """Write a small CSV file of two columns and two classes; returns its path."""
     draw = random.Random(seed)
-    lines = [f"{draw.gauss(i % 2, 1)},{draw.gauss(0, 1)},{'ab'[i % 2]}" for i in range(40)]
-    path.write_text("\n".join(["x,y,label", *lines]) + "\n")
+    lines = ["x,y,label"]
+    for number in range(40):
+        class_index = number % 2
+        lines.append(f"{draw.gauss(class_index, 1)},{draw.gauss(0, 1)},{'ab'[class_index]}")
+    path.write_text("\n".join(lines) + "\n")
     return str(path)
 
 
 @pytest.mark.parametrize("changed", ["own", "public"])
-def test_finished_runs_on_other_data_are_in_the_way_of_those_that_are_left(
+def test_a_comparison_refuses_finished_runs_on_other_data_only_if_runs_are_unfinished(
     changed: str, tmp_path: Path
 ) -> None:
-    own, public = (
-        rows(tmp_path / f"{name}.csv", seed) for seed, name in enumerate(("own", "public"))
-    )
-    experiment = toys.toy(data={"name": own, "public_from": public}, **TABLES)
-    done, left = variants(experiment, tmp_path / "all", seeds=[1, 2])
-    run(done.experiment, done.folder)
-    clear_other_runs([done, left], overwrite=False)
-    rows(tmp_path / f"{changed}.csv", 9)
-    clear_other_runs([done], overwrite=False)  # where nothing is left to do, nothing is read
+    """Without unfinished runs, or without the file, the data are not read."""
+    csv = write_rows(tmp_path / "own.csv", 0)
+    public_csv = write_rows(tmp_path / "public.csv", 1)
+    experiment = toys.toy(data={"name": csv, "public_from": public_csv}, **TABLES)
+    finished, unfinished = variants(experiment, tmp_path / "all", seeds=[1, 2])
+    run(finished.experiment, finished.folder)
+    clear_other_runs([finished, unfinished], overwrite=False)
+    write_rows(tmp_path / f"{changed}.csv", 9)
+    clear_other_runs([finished], overwrite=False)
+
     with pytest.raises(RunExists, match=r"own\.csv"):
-        clear_other_runs([done, left], overwrite=False)
+        clear_other_runs([finished, unfinished], overwrite=False)
+
     (tmp_path / f"{changed}.csv").rename(tmp_path / "away")
-    clear_other_runs([done, left], overwrite=False)  # which the run that is left says
+    clear_other_runs([finished, unfinished], overwrite=False)
+
     (tmp_path / "away").rename(tmp_path / f"{changed}.csv")
-    clear_other_runs([done, left], overwrite=True)
-    assert not (done.folder / "config.toml").exists()
+    clear_other_runs([finished, unfinished], overwrite=True)
+    assert not (finished.folder / "config.toml").exists()
 
 
-def test_where_data_of_known_checksums_lie_is_no_other_setting_of_a_finished_run(
+@dataclass(frozen=True)
+class MovedData:
+    """A finished run, and the same run with its data in another folder."""
+
+    finished: Variant
+    moved: Variant
+
+
+def run_and_move_data(name: str, data: Dataset | None, folder: Path) -> MovedData:
+    """Run on data of this name in a folder, then configure the same run with another folder."""
+    experiment = toys.toy(rounds=1, data={"name": name, "folder": str(folder)})
+    elsewhere = replace(experiment, data={"name": name, "folder": str(folder / "moved")})
+    (finished,) = variants(experiment, folder / name, ("fedavg",), (1,))
+    (moved,) = variants(elsewhere, folder / name, ("fedavg",), (1,))
+    run(finished.experiment, finished.folder, data)
+    assert moved.folder == finished.folder
+    return MovedData(finished, moved)
+
+
+def test_the_folder_of_data_is_another_setting_unless_checksums_of_the_data_are_known(
     tmp_path: Path,
 ) -> None:
-    """Others' folder may hold anything, and that of public data; an unfinished run goes on with the
-    folder it has.
-    """
-    for name, data, other in (("digits", None, []), ("blobs", toys.blobs(), ["data.folder"])):
-        experiment = toys.toy(rounds=1, data={"name": name, "folder": str(tmp_path)})
-        (there,) = variants(experiment, tmp_path / name, ("fedavg",), (1,))
-        run(there.experiment, there.folder, data)
-        moved = replace(experiment, data={"name": name, "folder": str(tmp_path / "moved")})
-        (asked,) = variants(moved, tmp_path / name, ("fedavg",), (1,))
-        assert asked.folder == there.folder
-        assert other_settings(asked.settings, asked.folder) == other
-        public = asked.settings.data.changed(public=20, public_from="photos")
-        for one in (there, asked):
-            photos = replace(
-                asked,
-                settings=replace(
-                    one.settings, data=public.changed(folder=one.settings.data.folder)
-                ),
-            )
-            keys = other_settings(photos.settings, photos.folder)
-            assert ("data.folder" in keys) == (one is asked)
-        (asked.folder / "summary.json").unlink()
-        assert other_settings(asked.settings, asked.folder) == ["data.folder"]
+    """It is another setting for public data, and for an unfinished run, in any case."""
+    digits = run_and_move_data("digits", None, tmp_path)
+    assert other_settings(digits.moved.settings, digits.moved.folder) == []
+    blobs = run_and_move_data("blobs", toys.blobs(), tmp_path)
+    assert other_settings(blobs.moved.settings, blobs.moved.folder) == ["data.folder"]
+
+    for runs in (digits, blobs):
+        folder = runs.finished.folder
+
+        def keys_with_public_photos(variant: Variant, folder: Path = folder) -> list[str]:
+            photos = variant.settings.data.changed(public=20, public_from="photos")
+            return other_settings(replace(variant.settings, data=photos), folder)
+
+        assert "data.folder" not in keys_with_public_photos(runs.finished)
+        assert "data.folder" in keys_with_public_photos(runs.moved)
+
+        (folder / "summary.json").unlink()
+        assert other_settings(runs.moved.settings, folder) == ["data.folder"]
 
 
-def test_so_are_runs_that_started_from_another_model(tmp_path: Path) -> None:
-    experiment = toys.toy(data={"name": rows(tmp_path / "own.csv", 0)}, **TABLES)
-    first, other = (seeded("first", experiment, seed, tmp_path / "first") for seed in (1, 2))
-    for one in (first, other):
-        run(one.experiment, one.folder)
-    start = experiment.with_values({"start_from": str(first.folder)}, "test")
-    then = replace(seeded("then", start, 1, tmp_path / "then"), after=first)
-    run(then.experiment, then.folder)
-    clear_other_runs([first, then], overwrite=False)
-    model = first.folder / "model.safetensors"
-    mine, theirs = model.read_bytes(), (other.folder / "model.safetensors").read_bytes()
-    model.write_bytes(theirs)
-    with pytest.raises(
-        RunExists, match=r"then/seed1 holds a run that began before \S+/first/seed1 changed"
-    ):
-        clear_other_runs([first, then], overwrite=False)
-    model.write_bytes(mine)
-    clear_other_runs([first, then], overwrite=False)
-    anew = replace(first, settings=other.settings)
-    clear_other_runs([anew, replace(then, after=anew)], overwrite=True)
-    assert not (first.folder / "config.toml").exists()
-    assert not (then.folder / "config.toml").exists()
+def started_from(first: Variant, changes: dict[str, str], folder: Path) -> Variant:
+    """Run an experiment that starts from the model of another run."""
+    values = {"start_from": str(first.folder), **changes}
+    experiment = first.experiment.with_values(values, "test")
+    continued = replace(seeded("then", experiment, 1, folder), after=first)
+    run(continued.experiment, continued.folder)
+    return continued
 
 
-def test_a_run_on_other_data_goes_with_the_run_that_it_started_from(tmp_path: Path) -> None:
-    own, others = (
-        rows(tmp_path / f"{name}.csv", seed) for seed, name in enumerate(("own", "others"))
-    )
-    experiment = toys.toy(data={"name": own}, **TABLES)
-    first, left = variants(experiment, tmp_path / "all", seeds=[1, 2])
+def test_a_run_that_started_from_another_model_is_a_run_of_other_settings(tmp_path: Path) -> None:
+    experiment = toys.toy(data={"name": write_rows(tmp_path / "own.csv", 0)}, **TABLES)
+    first = seeded("first", experiment, 1, tmp_path / "first")
     run(first.experiment, first.folder)
-    changes = {"start_from": str(first.folder), "data.name": others}
-    start = experiment.with_values(changes, "test")
-    then = replace(seeded("then", start, 1, tmp_path / "then"), after=first)
-    run(then.experiment, then.folder)
-    rows(tmp_path / "own.csv", 9)
-    clear_other_runs([first, then, left], overwrite=True)
+    another = seeded("first", experiment, 2, tmp_path / "first")
+    run(another.experiment, another.folder)
+    continued = started_from(first, {}, tmp_path / "then")
+    clear_other_runs([first, continued], overwrite=False)
+    model = first.folder / "model.safetensors"
+    model_bytes = model.read_bytes()
+    model.write_bytes((another.folder / "model.safetensors").read_bytes())
+
+    message = r"then/seed1 holds a run that began before \S+/first/seed1 changed"
+    with pytest.raises(RunExists, match=message):
+        clear_other_runs([first, continued], overwrite=False)
+
+    model.write_bytes(model_bytes)
+    clear_other_runs([first, continued], overwrite=False)
+
+    changed = replace(first, settings=another.settings)
+    clear_other_runs([changed, replace(continued, after=changed)], overwrite=True)
     assert not (first.folder / "config.toml").exists()
-    assert not (then.folder / "config.toml").exists()
+    assert not (continued.folder / "config.toml").exists()
+
+
+def test_the_run_that_started_from_an_overwritten_run_is_overwritten_too(tmp_path: Path) -> None:
+    csv = write_rows(tmp_path / "own.csv", 0)
+    other_csv = write_rows(tmp_path / "others.csv", 1)
+    experiment = toys.toy(data={"name": csv}, **TABLES)
+    first, unfinished = variants(experiment, tmp_path / "all", seeds=[1, 2])
+    run(first.experiment, first.folder)
+    continued = started_from(first, {"data.name": other_csv}, tmp_path / "then")
+    write_rows(tmp_path / "own.csv", 9)
+    clear_other_runs([first, continued, unfinished], overwrite=True)
+
+    assert not (first.folder / "config.toml").exists()
+    assert not (continued.folder / "config.toml").exists()
 
 
 @pytest.mark.slow
-def test_a_damaged_run_of_a_comparison_is_begun_anew(
-    own: Path, capsys: pytest.CaptureFixture[str]
+def test_a_damaged_run_of_a_comparison_can_be_overwritten(
+    project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["compare", "own.toml", "--seeds", "1,2,3", "--out", "all", "-q"]
     assert call(words) == 0
-    models = [own / f"all/mine/seed{seed}/model.safetensors" for seed in (1, 2, 3)]
-    whole = [m.read_bytes() for m in models]
+
+    models = [project / f"all/mine/seed{seed}/model.safetensors" for seed in (1, 2, 3)]
+    model_bytes = [model.read_bytes() for model in models]
     for model in models[:2]:
         (model.parent / "summary.json").unlink()
         model.unlink()
     (models[0].parent / "config.toml").write_bytes(b"\xff")
     (models[1].parent / "journal.jsonl").write_bytes(b"")
+
     assert call(words) == 2
     assert "seed1 holds a damaged run (" in capsys.readouterr().err
     assert call([*words, "--overwrite"]) == 0
-    assert [m.read_bytes() for m in models] == whole
+    assert [m.read_bytes() for m in models] == model_bytes
+
     journal = models[1].parent / "journal.jsonl"
     journal.write_bytes(journal.read_bytes().replace(b'{"event":"round",', b'{"event":"round"'))
     (models[2].parent / "journal.jsonl").unlink()
+
     assert call(words) == 1
-    said = capsys.readouterr().err.splitlines()
-    for line, seed, why in zip(said, (2, 3), ("is not JSON", "No such file"), strict=True):
-        assert f"seed {seed}: " in line
-        assert f"all/mine/seed{seed}/journal.jsonl" in line
-        assert why in line
+    second, third = capsys.readouterr().err.splitlines()
+    assert "seed 2: " in second
+    assert "all/mine/seed2/journal.jsonl" in second
+    assert "is not JSON" in second
+    assert "seed 3: " in third
+    assert "all/mine/seed3/journal.jsonl" in third
+    assert "No such file" in third
+
     assert call([*words, "--overwrite"]) == 0
-    assert [m.read_bytes() for m in models] == whole
+    assert [model.read_bytes() for model in models] == model_bytes
 
 
-def test_tables_that_were_exported_into_the_run_go_with_it(tmp_path: Path) -> None:
+def test_tables_that_were_exported_into_a_run_are_deleted_with_it(tmp_path: Path) -> None:
     folder = run(toys.toy(rounds=1), tmp_path / "run", toys.blobs()).directory
-    for kind, place in (("csv", folder / "tables/of it"), ("parquet", folder)):
-        write_run_tables(folder, kind, place)
+    write_run_tables(folder, "csv", folder / "tables/of it")
+    write_run_tables(folder, "parquet", folder)
     (folder / "tables/rounds.csv").write_text("round,mine\n")
+
     with pytest.raises(RunExists, match=r"tables/rounds\.csv"):
         run(toys.toy(rounds=1), folder, toys.blobs(), overwrite=True)
+
     (folder / "tables/rounds.csv").unlink()
     run(toys.toy(rounds=1), folder, toys.blobs(), overwrite=True)
     assert not (folder / "tables").exists()

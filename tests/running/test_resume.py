@@ -1,12 +1,12 @@
-"""A run that was stopped goes on to the same bits; one that cannot go on says why. Kills are in
-test_kills.py.
+"""A stopped run is resumed to the bits of an uninterrupted one, or an error says why it cannot be
+resumed. Kills are in ``test_kills.py``.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from fedstill.running.replay import Replay
 from fedstill.running.runner import resume, run
 from fedstill.running.runs import find, read_run
 from forking import SETTINGS
-from run_bits import StopAfter, Whole, assert_same_bits, before_round_1, bits, stopped
+from run_bits import StopAfter, UninterruptedBits, assert_same_bits, before_round_1, bits, stopped
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 
@@ -37,36 +37,39 @@ class Broken(Exception):
 
 
 class BreakAfterRound(Quiet):
-    """Fails when a round has been journaled and no checkpoint knows of it yet."""
+    """Fails between the event of a round and the checkpoint that covers it."""
 
     def round(self, event: Mapping[str, Any], rounds: int) -> None:
         raise Broken(event["round"])
 
 
+STAGES = {
+    "parallel": 3,
+    "sequential": 8,
+    "public_logits": 7,
+    "peer_to_peer": 3,
+    "asked_again": 6,
+    "kept_updates": 2,
+    "stopped_early": 7,
+}
+"""The number of stages of each setting, the census included."""
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_stopped_after_every_single_stage_ends_with_the_same_bits(
-    name: str, whole: Whole, tmp_path: Path
+    name: str, uninterrupted_bits: UninterruptedBits, tmp_path: Path
 ) -> None:
-    folder, stops = stopped(SETTINGS[name], tmp_path / "run", 1), 1
+    folder = stopped(SETTINGS[name], tmp_path / "run", 1)
+    stops = 1
     while True:
         try:
             resume(folder, toys.blobs(), watch=StopAfter(1))
             break
         except Interrupted:
             stops += 1
-    assert (
-        stops
-        == {
-            "parallel": 3,
-            "sequential": 8,
-            "public_logits": 7,
-            "peer_to_peer": 3,
-            "asked_again": 6,
-            "kept_updates": 2,
-            "stopped_early": 7,
-        }[name]
-    )
-    assert_same_bits(bits(folder), whole(name))
+
+    assert stops == STAGES[name]
+    assert_same_bits(bits(folder), uninterrupted_bits(name))
 
 
 @pytest.mark.parametrize(
@@ -80,42 +83,43 @@ def test_a_run_stopped_after_every_single_stage_ends_with_the_same_bits(
         pytest.param("asked_again", 4, marks=pytest.mark.uses("querying")),
     ],
 )
-def test_a_run_stopped_once_goes_on_to_the_same_bits(
-    name: str, stages: int, whole: Whole, tmp_path: Path
+def test_a_run_stopped_once_ends_with_the_same_bits(
+    name: str, stages: int, uninterrupted_bits: UninterruptedBits, tmp_path: Path
 ) -> None:
     folder = stopped(SETTINGS[name], tmp_path / "run", stages)
     result = resume(folder, data=toys.blobs())
-    assert_same_bits(bits(folder), whole(name))
+    assert_same_bits(bits(folder), uninterrupted_bits(name))
     assert result.history[-1]["round"] == SETTINGS[name].rounds
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_round_that_was_journaled_before_the_end_is_not_journaled_twice(
-    name: str, whole: Whole, tmp_path: Path
+def test_a_round_that_the_journal_has_already_is_not_recorded_twice(
+    name: str, uninterrupted_bits: UninterruptedBits, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     with pytest.raises(Broken):
         run(SETTINGS[name], folder, toys.blobs(), watch=BreakAfterRound())
     resume(folder, data=toys.blobs())
-    assert_same_bits(bits(folder), whole(name))
+    assert_same_bits(bits(folder), uninterrupted_bits(name))
 
 
 def test_a_run_that_was_stopped_before_its_first_checkpoint_starts_again(
-    whole: Whole, tmp_path: Path
+    uninterrupted_bits: UninterruptedBits, tmp_path: Path
 ) -> None:
     folder = before_round_1(stopped(SETTINGS["sequential"], tmp_path / "run", 1))
     resume(folder, data=toys.blobs())
-    assert_same_bits(bits(folder), whole("sequential"))
+    assert_same_bits(bits(folder), uninterrupted_bits("sequential"))
 
 
-def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_in_silence(tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_were_deleted_is_not_resumed(tmp_path: Path) -> None:
     folder = stopped(SETTINGS["sequential"], tmp_path / "run", 1)
     shutil.rmtree(folder / "checkpoints")
-    before = (folder / "journal.jsonl").read_bytes()
+    journal = (folder / "journal.jsonl").read_bytes()
+
     with pytest.raises(CorruptFile, match="checkpoint") as caught:
         resume(folder, data=toys.blobs())
     assert caught.value.in_shell.endswith("--overwrite")
-    assert (folder / "journal.jsonl").read_bytes() == before
+    assert (folder / "journal.jsonl").read_bytes() == journal
 
 
 @pytest.fixture
@@ -129,22 +133,23 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(toys.toy(rounds=2), tmp_path_factory.mktemp("ended") / "run", toys.blobs()).directory
 
 
-def test_a_finished_run_gives_its_result_and_nothing_is_written(tmp_path: Path) -> None:
+def modification_times(folder: Path) -> dict[Path, int]:
+    """When each file of a run was last written; without the lock."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "lock"]
+    return {path: path.stat().st_mtime_ns for path in paths}
+
+
+def test_a_resume_of_a_finished_run_returns_its_result_and_writes_nothing(tmp_path: Path) -> None:
     first = run(SETTINGS["parallel"], tmp_path / "run", data=toys.blobs())
-    before = {
-        p: p.stat().st_mtime_ns
-        for p in (tmp_path / "run").rglob("*")
-        if p.is_file() and p.name != "lock"
-    }
-    again = resume(tmp_path / "run")
-    assert {p: p.stat().st_mtime_ns for p in before} == before
-    assert (again.accuracy, again.forgetting, again.summary) == (
-        first.accuracy,
-        first.forgetting,
-        first.summary,
-    )
-    assert again.history == first.history
-    assert all(torch.equal(again.model[k], first.model[k]) for k in first.model)
+    times = modification_times(tmp_path / "run")
+    resumed = resume(tmp_path / "run")
+
+    assert modification_times(tmp_path / "run") == times
+    assert resumed.accuracy == first.accuracy
+    assert resumed.forgetting == first.forgetting
+    assert resumed.summary == first.summary
+    assert resumed.history == first.history
+    assert all(torch.equal(resumed.model[name], first.model[name]) for name in first.model)
 
 
 @pytest.mark.parametrize(
@@ -161,51 +166,61 @@ def test_a_finished_run_gives_its_result_and_nothing_is_written(tmp_path: Path) 
         ("journal.jsonl", None),
     ],
 )
-def test_a_finished_run_whose_files_are_damaged_says_which(
-    name: str, content: bytes | None, tmp_path: Path
+def test_the_damaged_file_of_a_finished_run_is_named(
+    name: str, content: bytes | None, ended: Path
 ) -> None:
-    run(toys.toy(rounds=1), tmp_path / "run", data=toys.blobs())
-    path = tmp_path / "run" / name
-    path.unlink() if content is None else path.write_bytes(content)
+    (ended / name).unlink()
+    if content is not None:
+        (ended / name).write_bytes(content)
     with pytest.raises(CorruptFile, match=name):
-        resume(tmp_path / "run", data=toys.blobs())
+        resume(ended, data=toys.blobs())
 
 
-CUTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "a round": (
-        lambda b: b"".join(b.splitlines(keepends=True)[:-1]),
-        "it has 1 rounds, and summary.json 2",
-    ),
-    "a newline": (lambda b: b[:-1], "it has 1 rounds, and summary.json 2"),
-    "a number": (
-        lambda b: b.replace(b'"accuracy":', b'"accuracy":0.125,"was":'),
-        "last round has accuracy 0.125",
-    ),
-    "more": (
-        lambda b: b + b'{"event":"resumed","round":2,"stage":0,"before":{},"versions":{}}\n',
-        "it ends in the event 'resumed', and not in 'round'",
-    ),
-    "a client": (
-        lambda b: b + b'{"event":"client","round":3,"stage":0,"name":"train","client":0}\n',
-        "it ends in the event 'client', and not in 'round'",
-    ),
-    "half": (lambda b: b + b'{"event":"ta', "half a line"),
-}
-
-
-@pytest.mark.parametrize("how", CUTS)
-def test_a_finished_run_whose_journal_is_not_what_was_written_is_refused(
-    how: str, ended: Path
-) -> None:
-    cut, why = CUTS[how]
-    journal = ended / "journal.jsonl"
-    journal.write_bytes(cut(journal.read_bytes()))
+def assert_journal_is_refused(folder: Path, words: str) -> None:
+    """Assert that every reader refuses the journal of a finished run, for this reason."""
+    message = rf"journal\.jsonl, line \d+, is not .*: .*{words}.*; restore the file"
     for read in (resume, read_run, run_frames):
-        with pytest.raises(
-            CorruptFile,
-            match=rf"journal\.jsonl, line \d+, is not .*: .*{why}.*; restore the file",
-        ):
-            read(ended)
+        with pytest.raises(CorruptFile, match=message):
+            read(folder)
+
+
+@pytest.mark.parametrize("length", [1, None], ids=["a newline", "a line"])
+def test_a_journal_that_lost_its_end_is_refused(length: int | None, ended: Path) -> None:
+    journal = ended / "journal.jsonl"
+    content = journal.read_bytes()
+    if length is None:
+        length = len(content.splitlines(keepends=True)[-1])
+    journal.write_bytes(content[:-length])
+    assert_journal_is_refused(ended, "it has 1 rounds, and summary.json 2")
+
+
+@pytest.mark.parametrize(
+    ("addition", "words"),
+    [
+        (
+            '{"event":"resumed","round":2,"stage":0,"before":{},"versions":{}}\n',
+            "it ends in the event 'resumed', and not in 'round'",
+        ),
+        (
+            '{"event":"client","round":3,"stage":0,"name":"train","client":0}\n',
+            "it ends in the event 'client', and not in 'round'",
+        ),
+        ('{"event":"ta', "half a line"),
+    ],
+    ids=["a resume", "a client", "half a line"],
+)
+def test_a_journal_with_an_addition_is_refused(addition: str, words: str, ended: Path) -> None:
+    with (ended / "journal.jsonl").open("a", encoding="utf-8") as journal:
+        journal.write(addition)
+    assert_journal_is_refused(ended, words)
+
+
+def test_a_journal_with_a_changed_number_is_refused(ended: Path) -> None:
+    journal = ended / "journal.jsonl"
+    content = journal.read_text(encoding="utf-8")
+    changed = content.replace('"accuracy":', '"accuracy":0.125,"was":')
+    journal.write_text(changed, encoding="utf-8")
+    assert_journal_is_refused(ended, "last round has accuracy 0.125")
 
 
 def test_the_journal_of_a_finished_run_may_end_in_an_event_of_an_observer(ended: Path) -> None:
@@ -215,78 +230,85 @@ def test_the_journal_of_a_finished_run_may_end_in_an_event_of_an_observer(ended:
     assert len(read_run(ended).rounds) == 2
 
 
-def test_a_finished_run_whose_journal_is_gone_is_not_left_out_of_a_report(ended: Path) -> None:
+def test_a_finished_run_without_its_journal_is_an_error_for_a_report(ended: Path) -> None:
     (ended / "journal.jsonl").unlink()
     with pytest.raises(CorruptFile, match="journal"):
         find([ended.parent])
 
 
-def test_a_bit_of_the_final_model_that_was_turned_is_noticed_by_all_who_read_it(
-    ended: Path,
-) -> None:
+def test_all_readers_of_the_final_model_refuse_one_with_a_flipped_bit(ended: Path) -> None:
     path = ended / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
     shutil.rmtree(ended / "checkpoints")
-    further = toys.toy(rounds=1, start_from=str(ended))
-    for read in (
-        lambda: resume(ended),
-        lambda: load_model(ended),
-        lambda: run(further, ended / "on", toys.blobs()),
-    ):
-        with pytest.raises(CorruptFile, match="SHA-256"):
-            read()
+
+    with pytest.raises(CorruptFile, match="SHA-256"):
+        resume(ended)
+    with pytest.raises(CorruptFile, match="SHA-256"):
+        load_model(ended)
+    with pytest.raises(CorruptFile, match="SHA-256"):
+        run(toys.toy(rounds=1, start_from=str(ended)), ended / "on", toys.blobs())
+
+    # Earlier versions did not record the SHA-256.
     summary = json.loads((ended / "summary.json").read_bytes())
-    del summary["model_sha256"]  # as of a run of an earlier version
+    del summary["model_sha256"]
     (ended / "summary.json").write_text(json.dumps(summary))
     assert resume(ended).accuracy == summary["accuracy"]
 
 
-def test_a_finished_run_needs_no_folder_that_can_be_written(
+def test_a_finished_run_is_read_without_a_lock(
     ended: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(folder: Path) -> None:
         raise AssertionError(f"{folder} is locked")
 
     monkeypatch.setattr("fedstill.running.runner.locked", refused)
+
     assert resume(ended).history[-1]["round"] == 2
     with pytest.raises(AssertionError, match="is locked"):
         resume(ended, track="tensorboard")
 
 
-def test_a_run_whose_data_have_changed_does_not_go_on(tmp_path: Path) -> None:
-    def written(scale: float) -> None:
-        rows = [f"{scale * (i % 7)},{scale * (i % 11)},{'ab'[i % 3 == 0]}" for i in range(60)]
-        (tmp_path / "own.csv").write_text("\n".join(["x,y,label", *rows]) + "\n")
+def write_rows(path: Path, scale: float) -> None:
+    """Write a table of two columns and two classes."""
+    lines = ["x,y,label"]
+    for number in range(60):
+        label = "ab"[number % 3 == 0]
+        lines.append(f"{scale * (number % 7)},{scale * (number % 11)},{label}")
+    path.write_text("\n".join(lines) + "\n")
 
-    written(1.0)
-    mine = {"name": str(tmp_path / "own.csv")}
-    asked = toys.toy(data=mine, model={"name": "mlp", "hidden": [4]}, topology={"clients": 2})
+
+def test_a_run_is_not_resumed_on_changed_data(tmp_path: Path) -> None:
+    csv = tmp_path / "own.csv"
+    write_rows(csv, 1.0)
+    experiment = toys.toy(
+        data={"name": str(csv)}, model={"name": "mlp", "hidden": [4]}, topology={"clients": 2}
+    )
     with pytest.raises(Interrupted):
-        run(asked, tmp_path / "run", watch=StopAfter(1))
-    written(-50.0)
-    with pytest.raises(
-        CorruptFile,
-        match="standard deviation",
-    ):
+        run(experiment, tmp_path / "run", watch=StopAfter(1))
+
+    write_rows(csv, -50.0)
+    with pytest.raises(CorruptFile, match="standard deviation"):
         resume(tmp_path / "run")
-    written(1.0)
+
+    write_rows(csv, 1.0)
     assert resume(tmp_path / "run").accuracy >= 0
 
 
-def test_a_run_whose_examples_changed_under_the_same_labels_and_spread_does_not_go_on(
+def test_a_run_is_not_resumed_on_exchanged_examples_of_the_same_labels_and_spread(
     tmp_path: Path,
 ) -> None:
     data = toys.blobs()
     images = data.train.values.clone()
     images[[0, 5]] = images[[5, 0]]  # two of one class change places
-    other = replace(data, train=replace(data.train, values=images))
-    assert (other.mean, other.std) == (data.mean, data.std)
+    exchanged = replace(data, train=replace(data.train, values=images))
+
+    assert (exchanged.mean, exchanged.std) == (data.mean, data.std)
     with pytest.raises(Interrupted):
         run(SETTINGS["parallel"], tmp_path / "run", data, watch=StopAfter(1))
     with pytest.raises(CorruptFile, match="examples"):
-        resume(tmp_path / "run", data=other)
+        resume(tmp_path / "run", data=exchanged)
     assert resume(tmp_path / "run", data=toys.blobs()).accuracy >= 0
 
 
@@ -303,10 +325,12 @@ class NoisyStart(FedAvg):
 
 def test_a_method_draws_the_same_start_in_a_resumed_run_and_in_a_replay(tmp_path: Path) -> None:
     experiment = toys.toy("toy_noisy_start")
-    whole = run(experiment, tmp_path / "whole", toys.blobs())
+    uninterrupted = run(experiment, tmp_path / "whole", toys.blobs())
     run(experiment, tmp_path / "killed", toys.blobs())
-    again = resume(before_round_1(tmp_path / "killed"), toys.blobs())
-    assert same_bits(whole.model, again.model)
+    resumed = resume(before_round_1(tmp_path / "killed"), toys.blobs())
+
+    assert same_bits(uninterrupted.model, resumed.model)
+
     with Replay.of_round(tmp_path / "whole", 1, toys.blobs()).session() as session:
         *_, last = session.rounds()
-    assert same_bits(whole.model, last.params)
+    assert same_bits(uninterrupted.model, last.params)
