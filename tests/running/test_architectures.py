@@ -18,74 +18,77 @@ from fedstill.running.preparation import prepare
 SMALL = {"name": "mlp", "hidden": [3]}
 
 
-def specs(models: object, clients: int = 4, sampled: int = 4) -> list[str]:
+def client_networks(models: object, clients: int = 4) -> list[str]:
+    """The network of each client of a run with this value of ``clients.models``."""
     experiment = toys.toy(
         "hiper_fedkd",
         data={"public": 20},
-        topology={"clients": clients, "sampled": sampled},
+        topology={"clients": clients, "sampled": clients},
         clients={"models": models},
         model="logistic",
     )
     settings = resolve(experiment)
-    again = resolve(from_tree(tomllib.loads(settings.toml), {}, None))
-    assert again.toml == settings.toml, "a run's config.toml resolves to itself"
+    resolved_again = resolve(from_tree(tomllib.loads(settings.toml), {}, None))
+    assert resolved_again.toml == settings.toml, "a run's config.toml resolves to itself"
+
     world = prepare(settings, toys.blobs()).world
-    assert str(world.model(SERVER)).startswith("logistic"), "the server's is [model]"
-    return [str(world.model(c)).replace(", projection=0", "") for c in range(clients)]
+    assert str(world.model(SERVER)).startswith("logistic"), "[model] is the server's network"
+    specs = [str(world.model(client)) for client in range(clients)]
+    return [spec.replace(", projection=0", "") for spec in specs]
 
 
-def test_a_list_is_dealt_out_in_turn() -> None:
-    assert specs(["mlp", SMALL]) == ["mlp(hidden=(200, 200))", "mlp(hidden=(3,))"] * 2
+LOGISTIC = "logistic(hidden=())"
+SMALL_MLP = "mlp(hidden=(3,))"
 
 
-def test_by_share() -> None:
-    found = specs({"logistic": 0.75, "digits_cnn": 0.25}, clients=8, sampled=8)
-    assert found == (["logistic(hidden=())"] * 2 + ["digits_cnn"] + ["logistic(hidden=())"]) * 2
-    assert (
-        specs([{**SMALL, "share": 0.5}, {"name": "digits_cnn", "share": 0.5}])
-        == [
-            "mlp(hidden=(3,))",
-            "digits_cnn",
-        ]
-        * 2
-    )
+def test_clients_take_turns_at_the_networks_of_a_list() -> None:
+    assert client_networks(["mlp", SMALL]) == ["mlp(hidden=(200, 200))", SMALL_MLP] * 2
+
+
+def test_networks_are_spread_over_clients_by_their_shares() -> None:
+    by_name = {"logistic": 0.75, "digits_cnn": 0.25}
+    quarter = [LOGISTIC, LOGISTIC, "digits_cnn", LOGISTIC]
+    assert client_networks(by_name, clients=8) == quarter * 2
+
+    halves = [{**SMALL, "share": 0.5}, {"name": "digits_cnn", "share": 0.5}]
+    assert client_networks(halves) == [SMALL_MLP, "digits_cnn"] * 2
 
 
 @pytest.mark.parametrize("shares", [[0.5, 0.3, 0.2], [0.1, 0.9], [1 / 3] * 3, [1.0]])
 @pytest.mark.parametrize("clients", [1, 7, 100])
-def test_shares_are_kept_to_within_one_client(shares: list[float], clients: int) -> None:
-    found = spread_by_share(shares, clients)
-    assert len(found) == clients
-    for i, share in enumerate(shares):
-        assert abs(found.count(i) - share * clients) < 1
+def test_numbers_of_clients_differ_from_shares_by_less_than_one(
+    shares: list[float], clients: int
+) -> None:
+    positions = spread_by_share(shares, clients)
+    assert len(positions) == clients
+    for position, share in enumerate(shares):
+        assert abs(positions.count(position) - share * clients) < 1
 
 
-def test_by_client_and_the_servers_for_the_others() -> None:
-    found = specs({"1": "digits_cnn", "2-3": SMALL}, clients=5)
-    assert found == [
-        "logistic(hidden=())",
-        "digits_cnn",
-        "mlp(hidden=(3,))",
-        "mlp(hidden=(3,))",
-        "logistic(hidden=())",
-    ]
+def test_clients_that_no_key_names_have_the_network_of_the_server() -> None:
+    networks = client_networks({"1": "digits_cnn", "2-3": SMALL}, clients=5)
+    assert networks == [LOGISTIC, "digits_cnn", SMALL_MLP, SMALL_MLP, LOGISTIC]
 
 
-def test_in_a_config_file_and_on_the_command_line(tmp_path: Path) -> None:
-    path = tmp_path / "own.toml"
-    path.write_text(
-        'method = "hiper_fedkd"\n[data]\npublic = 20\n[clients.models]\n"0-1" = "mlp"\n'
-    )
+CONFIG = """
+method = "hiper_fedkd"
+[data]
+public = 20
+[clients.models]
+"0-1" = "mlp"
+"""
+
+
+def test_the_command_line_adds_networks_to_those_of_a_config_file(tmp_path: Path) -> None:
+    path = tmp_path / "networks.toml"
+    path.write_text(CONFIG)
     settings = resolve(load(path, ("topology.clients=3", "clients.models.2=logistic")))
-    assert [network.name for network in settings.client_networks if network] == [
-        "mlp",
-        "mlp",
-        "logistic",
-    ]
+    names = [network.name for network in settings.client_networks if network]
+    assert names == ["mlp", "mlp", "logistic"]
 
 
 @pytest.mark.parametrize(
-    ("models", "says"),
+    ("models", "message"),
     [
         (["mpl"], "mlp"),
         ([3], "clients.models"),
@@ -103,19 +106,20 @@ def test_in_a_config_file_and_on_the_command_line(tmp_path: Path) -> None:
         ("mlp", "clients.models"),
     ],
 )
-def test_what_is_no_network_of_anybody_is_one_clear_line(models: object, says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as caught:
+def test_a_faulty_value_of_models_is_an_error_of_one_line(models: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         resolve(toys.toy("hiper_fedkd", topology={"clients": 4}, clients={"models": models}))
     assert "\n" not in str(caught.value)
 
 
-def test_code_is_found_wherever_it_is_named() -> None:
-    said = {"0": {"name": "mine.py:Net", "hidden": [1]}, "1": "theirs.py"}
-    assert {"mine.py:Net", "theirs.py"} <= set(texts_in(said))
+def test_files_of_code_are_found_in_keys_lists_and_tables() -> None:
+    models = {"0": {"name": "mine.py:Net", "hidden": [1]}, "1": "theirs.py"}
+    assert {"mine.py:Net", "theirs.py"} <= set(texts_in(models))
     assert "mine.py" in set(texts_in(["mine.py", {"name": "mlp"}]))
     assert "mine.py" in set(texts_in({"mine.py": 0.5}))
 
 
 def test_weights_of_networks_that_differ_are_not_averaged() -> None:
+    settings = resolve(toys.toy("fedavg", clients={"models": {"1": "logistic"}}))
     with pytest.raises(ConfigError, match="averages weights"):
-        prepare(resolve(toys.toy("fedavg", clients={"models": {"1": "logistic"}})), toys.blobs())
+        prepare(settings, toys.blobs())

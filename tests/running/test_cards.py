@@ -1,5 +1,5 @@
-"""What is noted of a CUDA card and how it is shared, with a card that is imitated; on a card:
-FEDSTILL_TEST_DEVICE.
+"""How a run names, records and selects CUDA cards. The cards are imitated;
+``FEDSTILL_TEST_DEVICE`` selects a real one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from fedstill.engines.devices import card_named, make_deterministic
 from fedstill.running import same_run
 from fedstill.running.journal import VERSIONS, Journal
 
-CARD, OTHER = "NVIDIA A100 (CUDA 12.4, cuDNN 90100)", "NVIDIA H100 (CUDA 13.0, cuDNN 91900)"
+CARD = "NVIDIA A100 (CUDA 12.4, cuDNN 90100)"
+OTHER_CARD = "NVIDIA H100 (CUDA 13.0, cuDNN 91900)"
 
 
-def test_the_card_is_noted_where_a_run_trains_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_card_is_recorded_if_a_run_trains_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(same_run, "card_named", lambda device: CARD)
     assert same_run.software("cuda")["card"] == CARD
     assert same_run.software("cuda").keys() == set(VERSIONS)
@@ -33,16 +34,17 @@ def test_the_card_is_noted_where_a_run_trains_on_one(monkeypatch: pytest.MonkeyP
     assert card_named("cpu") == ""
 
 
-def test_a_resume_on_another_card_is_said_and_noted(
+def test_a_resume_on_another_card_is_logged_and_recorded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(same_run, "card_named", lambda device: OTHER)
+    monkeypatch.setattr(same_run, "card_named", lambda device: OTHER_CARD)
     start = {"event": "start", **same_run.software("cuda"), "card": CARD}
     with caplog.at_level(logging.WARNING), closing(Journal(tmp_path / "journal.jsonl")) as journal:
         same_run.note_versions(journal, [start], State(params={}, round=2), "cuda")
-    assert f"was run with card {CARD} and goes on with card {OTHER}" in caplog.text
+
+    assert f"was run with card {CARD} and goes on with card {OTHER_CARD}" in caplog.text
     event = json.loads((tmp_path / "journal.jsonl").read_text())
-    assert event["versions"] == {"card": OTHER}
+    assert event["versions"] == {"card": OTHER_CARD}
 
 
 def with_cards(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -58,6 +60,7 @@ def test_a_config_names_one_of_several_cards(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match=r"cuda:2.*cuda:0 \(Card 0\), cuda:1 \(Card 1\)"):
         resolve(toys.toy("fedavg", device="cuda:2"))
     assert resolve(toys.toy("fedavg", device="cuda:2"), check_device=False).device == "cuda:2"
+
     with_cards(monkeypatch, 0)
     with pytest.raises(ConfigError, match="cuda:1"):
         resolve(toys.toy("fedavg", device="cuda:1"))
@@ -73,8 +76,10 @@ def test_mps_needs_a_device_and_float32(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="mps"):
         resolve(toys.toy("fedavg", device="mps"))
+
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert resolve(toys.toy("fedavg", device="mps")).device == "mps"
+
     for precision in ("bf16", "tf32"):
         with pytest.raises(ConfigError, match="precision"):
             resolve(toys.toy("fedavg", device="mps", precision=precision))
@@ -82,18 +87,19 @@ def test_mps_needs_a_device_and_float32(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_precisions_of_numbered_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     with_cards(monkeypatch, 2)
-    asked = []
+    emulation_flags = []
 
     def is_supported(including_emulation: bool = True) -> bool:
-        asked.append(including_emulation)
+        emulation_flags.append(including_emulation)
         return False
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
     assert resolve(toys.toy("fedavg", device="cuda:1", precision="tf32")).device == "cuda:1"
     with pytest.raises(ConfigError, match="precision = 'bf16'"):
         resolve(toys.toy("fedavg", device="cuda:1", precision="bf16"))
-    assert asked == [False]
+    assert emulation_flags == [False]
 
 
 def test_a_numbered_card_is_the_current_one_during_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +114,7 @@ def test_a_numbered_card_is_the_current_one_during_a_run(monkeypatch: pytest.Mon
         make_deterministic("cuda:1")
         assert current == [0, 1]
         assert "Card cuda:1" in same_run.software("cuda:1")["card"]
+
     assert current == [0, 1, 0]
 
 
@@ -126,11 +133,11 @@ def test_no_server_chooses_the_device_of_its_sites() -> None:
     assert resolve(toys.toy("fedavg", device="cpu", **deployed)).device == "cpu"
 
 
-def test_what_is_kept_in_the_processors_memory_is_not_put_on_a_card(
+def test_auto_chooses_the_processor_for_what_needs_its_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    asked = toys.toy("fedavg", device="auto")
-    assert resolve(asked, check_device=False).device == "cuda"
-    kept = toys.toy("fedavg", device="auto", start_from=__file__, train_only=["head"])
-    assert resolve(kept, check_device=False).device == "cpu"
+    experiment = toys.toy("fedavg", device="auto")
+    assert resolve(experiment, check_device=False).device == "cuda"
+    partly_trained = toys.toy("fedavg", device="auto", start_from=__file__, train_only=["head"])
+    assert resolve(partly_trained, check_device=False).device == "cpu"

@@ -1,5 +1,5 @@
-"""A comparison that is stopped, or killed, leaves no run training behind it, and goes on where it
-was.
+"""A comparison that is stopped or killed leaves no process behind, and the same command continues
+it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,30 +25,28 @@ from fedstill.running.runner import run
 CONFIG = "rounds = 100000\nmeasure = []\ntopology = { clients = 4 }\nplan = { epochs = 1 }\n"
 
 
+def comparison(config: str, *, seeds: str, jobs: int, methods: str = "fedavg") -> list[str]:
+    """The command line of a comparison that writes its runs into the folder ``all``."""
+    options = ["--methods", methods, "--seeds", seeds, "--jobs", str(jobs), "--out", "all", "-q"]
+    return [sys.executable, "-m", "fedstill", "compare", config, *options]
+
+
+def has_a_round(journal: Path) -> bool:
+    """Whether a journal has the event of a round."""
+    return journal.is_file() and b'"event":"round"' in journal.read_bytes()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_runs_of_a_comparison_end_with_it(how: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_runs_of_a_comparison_end_with_it(number: signal.Signals, tmp_path: Path) -> None:
     """The signal goes to the comparing process alone, as from a job scheduler."""
     (tmp_path / "long.toml").write_text(CONFIG)
-    words = [
-        "compare",
-        "long.toml",
-        "--methods",
-        "fedavg",
-        "--seeds",
-        "1,2",
-        "--out",
-        "all",
-        "-q",
-        "--jobs",
-        "2",
-    ]
-    command = [sys.executable, "-m", "fedstill", *words]
-    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, env={**os.environ})
+    command = comparison("long.toml", methods="fedavg", seeds="1,2", jobs=2)
+    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
     try:
         journals = [tmp_path / f"all/fedavg/seed{seed}/journal.jsonl" for seed in (1, 2)]
-        _wait(lambda: all(j.is_file() and b'"event":"round"' in j.read_bytes() for j in journals))
-        process.send_signal(how)
+        _wait(lambda: all(map(has_a_round, journals)))
+        process.send_signal(number)
         process.wait(timeout=60)
         _wait(lambda: not _grows(journals))
         assert not (tmp_path / "all/fedavg/seed1/summary.json").exists(), (
@@ -60,54 +58,45 @@ def test_the_runs_of_a_comparison_end_with_it(how: signal.Signals, tmp_path: Pat
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_processes_that_start_deaf_take_no_notice_of_ctrl_c_and_no_ctrl_c_is_lost() -> None:
+def test_processes_that_start_while_signals_are_blocked_ignore_ctrl_c() -> None:
+    """The process that starts them receives the Ctrl-C as soon as signals are unblocked."""
     code = "import signal, time; print('up', flush=True); time.sleep(60)"
     heard: list[int] = []
-    old = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    old_handler = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
     with signals_blocked():
-        deaf_one = subprocess.Popen(
+        deaf = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
         )
         signal.raise_signal(signal.SIGINT)
         assert heard == []
-    # a handler of one's own is not inherited, so the next process hears it, too
+
+    # A handler in Python is not inherited, so the next process is not deaf.
     assert heard == [signal.SIGINT]
-    other = subprocess.Popen(
+    hearing = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
-    for process in (deaf_one, other):
+
+    for process in (deaf, hearing):
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         process.send_signal(signal.SIGINT)
-    signal.signal(signal.SIGINT, old)
-    other.communicate(timeout=30)
-    assert other.returncode != 0
-    assert deaf_one.poll() is None
-    deaf_one.kill()
-    deaf_one.communicate()
+    signal.signal(signal.SIGINT, old_handler)
+
+    hearing.communicate(timeout=30)
+    assert hearing.returncode != 0
+    assert deaf.poll() is None
+    deaf.kill()
+    deaf.communicate()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "when", ["at once", "as the first process starts", "as workers start", "as runs begin"]
+    "moment", ["at once", "as the first process starts", "as workers start", "as runs begin"]
 )
-def test_ctrl_c_while_a_comparison_starts_is_one_line(when: str, tmp_path: Path) -> None:
+def test_ctrl_c_while_a_comparison_starts_is_one_line(moment: str, tmp_path: Path) -> None:
     """The signal goes to all of its processes, as from a terminal."""
     (tmp_path / "long.toml").write_text(CONFIG)
-    words = [
-        "compare",
-        "long.toml",
-        "--methods",
-        "fedavg",
-        "--seeds",
-        "1,2,3",
-        "--out",
-        "all",
-        "-q",
-        "--jobs",
-        "2",
-    ]
-    command = [sys.executable, "-m", "fedstill", *words]
+    command = comparison("long.toml", methods="fedavg", seeds="1,2,3", jobs=2)
     process = subprocess.Popen(
         command,
         cwd=tmp_path,
@@ -118,20 +107,19 @@ def test_ctrl_c_while_a_comparison_starts_is_one_line(when: str, tmp_path: Path)
     )
     moments: dict[str, Callable[[], bool]] = {
         "at once": lambda: (tmp_path / "all").is_dir(),
-        # beside this one, one that counts resources
+        # beside the first process, Python starts one that tracks resources
         "as the first process starts": lambda: _members(process.pid) > 2,
         "as workers start": lambda: _members(process.pid) > 3,
         "as runs begin": lambda: (tmp_path / "all/fedavg/seed1").is_dir(),
     }
     try:
-        _wait(moments[when], every=0.01)
+        _wait(moments[moment], interval=0.01)
         os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=120)
         assert process.returncode == 1
-        assert said.count("\n") == 1, said
-        assert said.startswith(
-            ("fedstill: stopped with 3 of 3 runs unfinished;", "fedstill: ended at once;")
-        )
+        assert errors.count("\n") == 1, errors
+        stopped = "fedstill: stopped with 3 of 3 runs unfinished;"
+        assert errors.startswith((stopped, "fedstill: ended at once;"))
         _wait(lambda: not _alive(process.pid))
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -143,17 +131,18 @@ def test_a_run_whose_process_is_killed_is_named_and_the_same_command_goes_on(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "long.toml").write_text(CONFIG)
-    words = ["compare", "long.toml", "--seeds", "1,2,3", "--out", "all", "-q", "--jobs", "1"]
-    command = [sys.executable, "-m", "fedstill", *words]
+    command = comparison("long.toml", seeds="1,2,3", jobs=1)
     process = subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     journal = tmp_path / "all/fedavg/seed1/journal.jsonl"
-    _wait(lambda: journal.is_file() and b'"event":"round"' in journal.read_bytes())
-    os.kill(json.loads((journal.parent / "holder.json").read_text())["process"], signal.SIGKILL)
-    _, said = process.communicate(timeout=60)
+    _wait(lambda: has_a_round(journal))
+    holder = json.loads((journal.parent / "holder.json").read_text())
+    os.kill(holder["process"], signal.SIGKILL)
+
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    killed, stopped = said.splitlines()
+    killed, stopped = errors.splitlines()
     assert killed.startswith("fedstill: fedavg, seed 1: ")
     assert "2 of 3 runs" in stopped
 
@@ -167,45 +156,39 @@ def _members(group: int) -> int:
     return count
 
 
+def completed(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder to its end."""
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
 @pytest.mark.slow
-def test_of_two_comparisons_in_one_folder_the_second_says_who_works_there(tmp_path: Path) -> None:
+def test_of_two_comparisons_in_one_folder_the_second_names_the_process_of_the_first(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "short.toml").write_text(CONFIG.replace("100000", "25"))
-    words = [
-        "compare",
-        "short.toml",
-        "--methods",
-        "fedavg,fedprox",
-        "--seeds",
-        "1,2",
-        "--out",
-        "all",
-        "-q",
-        "--jobs",
-        "1",
-    ]
-    command = [sys.executable, "-m", "fedstill", *words]
+    command = comparison("short.toml", methods="fedavg,fedprox", seeds="1,2", jobs=1)
     first = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     journal = tmp_path / "all/fedavg/seed1/journal.jsonl"
-    _wait(lambda: journal.is_file() and b'"event":"round"' in journal.read_bytes())
-    second = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert first.poll() is None, "the first was still at work"
+    _wait(lambda: has_a_round(journal))
+
+    second = completed(command, tmp_path)
+    assert first.poll() is None, "the first still runs"
     assert second.returncode == 2
     assert second.stderr.startswith(
         f"fedstill: all is being written by another process, {first.pid} on "
     )
     assert second.stderr.count("\n") == 1
-    _, said = first.communicate(timeout=300)
-    assert (first.returncode, said) == (0, "")
+
+    _, errors = first.communicate(timeout=300)
+    assert (first.returncode, errors) == (0, "")
     assert len(list(tmp_path.glob("all/*/*/summary.json"))) == 4
-    third = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert third.returncode == 0, "a finished comparison may be asked for again"
+    assert completed(command, tmp_path).returncode == 0, "the same command succeeds again"
 
 
 def _alive(group: int) -> bool:
+    """Whether a group of processes has a member."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -214,29 +197,36 @@ def _alive(group: int) -> bool:
 
 
 def _grows(files: list[Path], seconds: float = 2) -> bool:
-    before = [f.stat().st_size for f in files]
+    """Whether the size of a file changes within some seconds."""
+    sizes = [file.stat().st_size for file in files]
     time.sleep(seconds)
-    return before != [f.stat().st_size for f in files]
+    return sizes != [file.stat().st_size for file in files]
 
 
-def _wait(done: Callable[[], bool], seconds: float = 90, every: float = 0.1) -> None:
+def _wait(condition: Callable[[], bool], seconds: float = 90, interval: float = 0.1) -> None:
+    """Wait until a condition holds; fail after some seconds."""
     end = time.monotonic() + seconds
-    while not done():
+    while not condition():
         assert time.monotonic() < end, "it took too long"
-        time.sleep(every)
+        time.sleep(interval)
 
 
 def test_a_comparison_whose_runs_are_all_finished_starts_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "small.toml").write_text(toys.SMALL)
-    (one,) = variants(load(tmp_path / "small.toml"), tmp_path / "all", seeds=(1,))
-    result = run(one.experiment, one.folder)
+    (variant,) = variants(load(tmp_path / "small.toml"), tmp_path / "all", seeds=(1,))
+    result = run(variant.experiment, variant.folder)
     monkeypatch.setattr(compare, "_workers", None)
-    seen: list[str] = []
-    (outcome,) = compare.carry_out_runs(
-        [one], 1, lambda outcomes: seen.extend(o.state for o in outcomes)
-    )
-    assert (outcome.state, outcome.exit_code, outcome.done) == ("finished", 0, one.settings.rounds)
+    states: list[str] = []
+
+    def note_states(outcomes: Sequence[compare.Outcome]) -> None:
+        states.extend(outcome.state for outcome in outcomes)
+
+    (outcome,) = compare.carry_out_runs([variant], 1, note_states)
+
+    assert outcome.state == "finished"
+    assert outcome.exit_code == 0
+    assert outcome.done == variant.settings.rounds
     assert outcome.accuracy == result.accuracy
-    assert seen == ["finished"], "whoever watches is told"
+    assert states == ["finished"], "observers are notified"

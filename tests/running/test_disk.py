@@ -1,5 +1,5 @@
-"""Writing that ends in the middle: a crash at any write, fsync, rename or delete, and a disk that
-is full.
+"""Crashes during any fsync, rename or delete, and full disks: files are complete or absent, and a
+run can be resumed.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ class Crash(BaseException):
 
 @contextmanager
 def failing_at(
-    k: int, error: Callable[[], BaseException], when: str, forever: bool = False
+    k: int, error: Callable[[], BaseException], moment: str, forever: bool = False
 ) -> Iterator[list[int]]:
     """Fail at the k-th fsync, rename or delete: before it, after it, or with the file torn in half
     before its fsync.
     """
-    count, counting = [0], Lock()  # fsyncs come from several threads
+    count = [0]
+    counting = Lock()  # fsyncs come from several threads
     real = {name: getattr(os, name) for name in CALLS}
 
     def wrapped(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             with counting:
-                now, count[0] = count[0], count[0] + 1
-            hit = now == k or (forever and now > k)
-            if hit and when == "torn" and name == "fsync":
-                status = os.fstat(args[0])
-                if stat.S_ISREG(status.st_mode):
-                    os.truncate(args[0], status.st_size // 2)
-            if hit and when != "after":
+                number = count[0]
+                count[0] += 1
+            fails = number == k or (forever and number > k)
+            if fails and moment == "torn" and name == "fsync":
+                _tear(args[0])
+            if fails and moment != "after":
                 raise error()
-            out = real[name](*args, **kwargs)
-            if hit:
+            result = real[name](*args, **kwargs)
+            if fails:
                 raise error()
-            return out
+            return result
 
         return call
 
@@ -81,68 +81,89 @@ def failing_at(
         yield count
 
 
+def _tear(descriptor: int) -> None:
+    """Cut a file in half."""
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode):
+        os.truncate(descriptor, status.st_size // 2)
+
+
 def state_at(round: int) -> State:
+    """The server's state at a round; its labels are the same in every round."""
     draw = torch.Generator().manual_seed(round)
-    return State(
-        {"w": torch.randn(4, generator=draw)}, Payload(labels=torch.ones(3), n=round), round
-    )
+    weight = torch.randn(4, generator=draw)
+    return State({"w": weight}, Payload(labels=torch.ones(3), n=round), round)
 
 
 def save(folder: Path, round: int) -> None:
+    """Save the checkpoint of a round."""
     Checkpoints(folder, CONFIG).save(state_at(round), {}, (round, ""))
 
 
+def encoded(state: State) -> bytes:
+    """All of a state as bytes."""
+    return encode(Payload(state.extra, params=state.params))
+
+
 def round_of(folder: Path) -> int:
-    """The round of the checkpoint that would be used, which must be whole; 0 if there is none."""
+    """The round of the checkpoint that a resume would use, which must be complete; 0 if there is
+    none.
+    """
     restored = Checkpoints(folder, CONFIG).latest()
     if restored is None:
         return 0
-    want, got = state_at(restored.state.round), restored.state
-    assert encode(Payload(got.extra, params=got.params)) == encode(
-        Payload(want.extra, params=want.params)
-    )
-    assert restored.journal == (restored.state.round, "")
-    return restored.state.round
+    state = restored.state
+    assert encoded(state) == encoded(state_at(state.round))
+    assert restored.journal == (state.round, "")
+    return state.round
 
 
 def test_a_loss_of_power_may_take_any_of_the_new_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # it begins where all names are durable
+    """Of the files that the checkpoint of round 3 adds to those of rounds 1 and 2, any subset may
+    be lost.
+    """
+    # Deleted files would be another loss.
     monkeypatch.setattr(Checkpoints, "prune", lambda self, state, rounds: [])
-    old, new = tmp_path / "old", tmp_path / "new"
-    for folder, rounds in ((old, 2), (new, 3)):
-        for round in range(1, rounds + 1):
-            save(folder, round)
-    there = {
-        p.relative_to(folder): p.read_bytes()
-        for folder in (old, new)
-        for p in folder.rglob("*")
-        if p.is_file()
-    }
-    named = [
-        path
-        for path, data in there.items()
-        if not (old / path).exists() or (old / path).read_bytes() != data
-    ]
-    assert {path.name for path in named} > {"0000003-0000000.json", "LATEST"}
-    for count in range(len(named) + 1):
-        for lost in combinations(named, count):
+    for round_index in (1, 2):
+        save(tmp_path / "old", round_index)
+        save(tmp_path / "new", round_index)
+    save(tmp_path / "new", 3)
+
+    old = files_below(tmp_path / "old")
+    new = files_below(tmp_path / "new")
+    changed_files = [path for path, content in new.items() if old.get(path) != content]
+    assert {path.name for path in changed_files} > {"0000003-0000000.json", "LATEST"}
+    for count in range(len(changed_files) + 1):
+        for lost in combinations(changed_files, count):
             folder = tmp_path / str(len(list(tmp_path.iterdir())))
-            shutil.copytree(old, folder)
-            for path in set(named) - set(lost):
-                (folder / path).write_bytes(there[path])
-            assert round_of(folder) == (2 if lost else 3)
+            shutil.copytree(tmp_path / "old", folder)
+            for path in set(changed_files) - set(lost):
+                (folder / path).write_bytes(new[path])
+            expected_round = 3
+            if lost:
+                expected_round = 2
+            assert round_of(folder) == expected_round
+
             save(folder, 3)
             assert round_of(folder) == 3
 
 
-def test_more_files_than_wait_side_by_side_and_groups_that_are_alike(tmp_path: Path) -> None:
-    files = {tmp_path / f"{i % 3}" / f"{i}": b"%d" % i for i in range(2 * MOST_AT_ONCE + 1)}
-    for folder in {path.parent for path in files}:
-        make_folder(folder)
-    write_together(files.items())
-    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == files
+def files_below(folder: Path) -> dict[Path, bytes]:
+    """The contents of all files below a folder by their path in it."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder): path.read_bytes() for path in paths}
+
+
+def test_more_files_can_be_written_together_than_threads_write_at_once(tmp_path: Path) -> None:
+    """So can groups with the same content."""
+    files = {Path(f"{i % 3}/{i}"): b"%d" % i for i in range(2 * MOST_AT_ONCE + 1)}
+    for name in ("0", "1", "2"):
+        make_folder(tmp_path / name)
+    write_together((tmp_path / path, content) for path, content in files.items())
+    assert files_below(tmp_path) == files
+
     same = torch.arange(4.0)
     state = State({"w": same}, Payload(a={"w": same}, b={"w": same}), 1)
     checkpoints = Checkpoints(tmp_path / "checkpoints", CONFIG)
@@ -152,10 +173,10 @@ def test_more_files_than_wait_side_by_side_and_groups_that_are_alike(tmp_path: P
     assert set(restored.state.extra) == {"a", "b"}
 
 
-@pytest.mark.parametrize("when", ["before", "after", "torn"])
+@pytest.mark.parametrize("moment", ["before", "after", "torn"])
 @pytest.mark.parametrize("existing", [0, 1, 4])
 def test_a_crash_at_any_point_of_a_save_leaves_the_old_or_the_new_checkpoint(
-    existing: int, when: str, tmp_path: Path
+    existing: int, moment: str, tmp_path: Path
 ) -> None:
     points = 0
     for k in range(1000):
@@ -163,70 +184,71 @@ def test_a_crash_at_any_point_of_a_save_leaves_the_old_or_the_new_checkpoint(
         for round in range(1, existing + 1):
             save(folder, round)
         try:
-            with failing_at(k, Crash, when):
+            with failing_at(k, Crash, moment):
                 save(folder, existing + 1)
+            break
         except Crash:
             points += 1
-            assert round_of(folder) in (existing, existing + 1)
-            save(folder, existing + 1)
-            assert round_of(folder) == existing + 1
-            sweep(folder)
-            assert not list(folder.rglob("*.part"))
-        else:
-            break
+
+        assert round_of(folder) in (existing, existing + 1)
+        save(folder, existing + 1)
+        assert round_of(folder) == existing + 1
+        sweep(folder)
+        assert not list(folder.rglob("*.part"))
     assert points >= 12, "three files at least, each with two fsyncs and a rename"
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_crash_leaves_the_old_or_the_new_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    for when in ("before", "after", "torn"):
+    for moment in ("before", "after", "torn"):
         for k in range(3):
             path.write_bytes(b"old")
-            with pytest.raises(Crash), failing_at(k, Crash, when):
+            with pytest.raises(Crash), failing_at(k, Crash, moment):
                 write_whole(path, b"new and longer")
             assert path.read_bytes() in (b"old", b"new and longer")
 
 
 def full() -> OSError:
+    """The error of a disk without room."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize("k", range(3))
-def test_a_full_disk_is_said_and_leaves_no_half_file(k: int, tmp_path: Path) -> None:
+def test_the_error_of_a_full_disk_names_the_file_and_no_part_of_it_is_left(
+    k: int, tmp_path: Path
+) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with (
-        pytest.raises(DiskFull, match="file"),
-        failing_at(k, full, "before"),
-    ):
+    with pytest.raises(DiskFull, match="file"), failing_at(k, full, "before"):
         write_whole(path, b"new")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_full_disk_is_a_reason_to_resume_where_a_run_is_at_work_alone(tmp_path: Path) -> None:
+def test_the_error_of_a_full_disk_advises_a_resume_only_in_an_unfinished_run(
+    tmp_path: Path,
+) -> None:
     for name in ("config.toml", "lock"):
         (tmp_path / name).touch()
     (tmp_path / "checkpoints").mkdir()
-    with (
-        pytest.raises(DiskFull, match=f"fedstill resume {re.escape(str(tmp_path))}"),
-        failing_at(0, full, "before"),
-    ):
+    advice = f"fedstill resume {re.escape(str(tmp_path))}"
+    with pytest.raises(DiskFull, match=advice), failing_at(0, full, "before"):
         write_whole(tmp_path / "checkpoints" / "1.json", b"new")
+
     (tmp_path / "summary.json").touch()
-    with (
-        pytest.raises(DiskFull, match="same command again"),
-        failing_at(0, full, "before"),
-    ):
+    with pytest.raises(DiskFull, match="same command again"), failing_at(0, full, "before"):
         write_whole(tmp_path / "report.html", b"new")
 
 
-def test_other_trouble_with_writing_is_named_too(tmp_path: Path) -> None:
-    with (
-        pytest.raises(DiskFull, match="Read-only"),
-        failing_at(0, lambda: OSError(errno.EROFS, "Read-only file system"), "before"),
-    ):
+def read_only() -> OSError:
+    """The error of a file system that cannot be written to."""
+    return OSError(errno.EROFS, "Read-only file system")
+
+
+def test_the_error_of_another_failed_write_gives_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(DiskFull, match="Read-only"), failing_at(0, read_only, "before"):
         write_whole(tmp_path / "file", b"new")
+
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(DiskFull, match="cannot write"):
         make_folder(tmp_path / "file" / "below" / "it")
@@ -247,20 +269,13 @@ def at_most(size: int) -> Iterator[None]:
 
 def test_files_that_find_no_room_leave_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "second").write_bytes(b"old")
-    files = {
-        tmp_path / "first": b"x" * 50,
-        tmp_path / "second": b"y" * 150,
-        tmp_path / "third": b"z",
-    }
-    with (
-        at_most(100),
-        pytest.raises(DiskFull, match="second"),
-    ):
-        write_together(files.items())
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"second": b"old"}
+    files = {"first": b"x" * 50, "second": b"y" * 150, "third": b"z"}
+    with at_most(100), pytest.raises(DiskFull, match="second"):
+        write_together((tmp_path / name, content) for name, content in files.items())
+    assert files_below(tmp_path) == {Path("second"): b"old"}
 
 
-def test_a_journal_that_finds_no_room_says_so_and_can_go_on_later(tmp_path: Path) -> None:
+def test_a_journal_without_room_is_an_error_and_can_be_continued_later(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
     journal.write("start", text="x" * 50)
@@ -269,15 +284,17 @@ def test_a_journal_that_finds_no_room_says_so_and_can_go_on_later(tmp_path: Path
         with pytest.raises(DiskFull, match=r"journal\.jsonl"):
             journal.write("round", text="y" * 100)
         journal.close()
-    assert path.stat().st_size == 100, "the kernel took what fitted"
-    again = Journal(path)
-    again.cut(mark)
-    again.write("round", text="z")
-    length, sha = again.sync()
-    again.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["event"] for line in lines] == ["start", "round"]
-    assert (length, sha) == (path.stat().st_size, digest(path.read_bytes()))
+    assert path.stat().st_size == 100, "the kernel wrote the part that fits"
+
+    reopened = Journal(path)
+    reopened.cut(mark)
+    reopened.write("round", text="z")
+    length, sha256 = reopened.sync()
+    reopened.close()
+    events = [json.loads(line)["event"] for line in path.read_text().splitlines()]
+    assert events == ["start", "round"]
+    assert length == path.stat().st_size
+    assert sha256 == digest(path.read_bytes())
 
 
 CHAIN = toys.toy("toy_chain", rounds=2, plan={"epochs": 1}, topology={"clients": 3, "sampled": 3})
@@ -288,31 +305,30 @@ def test_a_run_on_a_full_disk_stops_by_name_and_is_finished_once_there_is_room(
 ) -> None:
     with failing_at(-1, full, "before") as counted:
         run(CHAIN, tmp_path / "whole", data=toys.blobs())
-    whole = bits(tmp_path / "whole")
-    # the last deletes holder.json, after the run
+    uninterrupted_bits = bits(tmp_path / "whole")
+
+    # The last call deletes holder.json, after the run.
     for k in range(4, counted[0] - 1, counted[0] // 9):
         folder = tmp_path / str(k)
         with pytest.raises(DiskFull, match="no room"), failing_at(k, full, "before", forever=True):
             run(CHAIN, folder, data=toys.blobs())
         resume(folder, data=toys.blobs())
-        assert_same_bits(bits(folder), whole)
+        assert_same_bits(bits(folder), uninterrupted_bits)
 
 
 def test_a_journal_that_fills_the_disk_costs_nothing_that_was_written(tmp_path: Path) -> None:
     run(CHAIN, tmp_path / "whole", data=toys.blobs())
-    whole = bits(tmp_path / "whole")
-    size = (tmp_path / "whole" / "journal.jsonl").stat().st_size
-    largest = max(
-        p.stat().st_size
-        for p in (tmp_path / "whole").rglob("*")
-        if p.is_file() and p.suffix != ".jsonl"
-    )
+    uninterrupted_bits = bits(tmp_path / "whole")
+    files = files_below(tmp_path / "whole")
+    size = len(files.pop(Path("journal.jsonl")))
+    largest = max(len(content) for content in files.values())
     shortest = size - size // 20  # the digits of times differ from run to run
+
     for limit in range(max(largest + 1, size // 2), shortest, size // 6):
         with pytest.raises(DiskFull, match="journal"), at_most(limit):
             run(CHAIN, tmp_path / str(limit), data=toys.blobs())
         resume(tmp_path / str(limit), data=toys.blobs())
-        assert_same_bits(bits(tmp_path / str(limit)), whole)
+        assert_same_bits(bits(tmp_path / str(limit)), uninterrupted_bits)
 
 
 def test_a_slow_disk_before_round_1_takes_no_time_from_round_1(
@@ -330,5 +346,6 @@ def test_a_slow_disk_before_round_1_takes_no_time_from_round_1(
     plan = {"epochs": 1, "class_weights": "balanced_overall"}
     result = run(toys.toy(plan=plan, rounds=1), tmp_path / "run", toys.blobs())
     (event,) = result.history
+
     assert event["seconds_training"] > 0
     assert event["seconds_saving"] < 1

@@ -1,5 +1,5 @@
-"""Runs that are packed into one file are read as if they lay in their folder, and come back as they
-were.
+"""Packed runs: readers find them as if they were in their folder, unpacking restores their bytes,
+and hostile packs are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def runs(tmp_path: Path) -> Path:
     """Two finished runs below a folder."""
     folder = tmp_path / "results/table"
     for seed in (1, 2):
-        what = Experiment(
+        experiment = Experiment(
             rounds=1,
             seed=seed,
             threads=1,
@@ -41,41 +41,33 @@ def runs(tmp_path: Path) -> Path:
             partition="iid",
             topology={"clients": 2},
         )
-        run(what, folder / f"fedavg/seed{seed}", toys.blobs())
+        run(experiment, folder / f"fedavg/seed{seed}", toys.blobs())
     return folder
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        p.relative_to(folder).as_posix(): p.read_bytes()
-        for p in folder.rglob("*")
-        if p.name in packs.EVIDENCE
-    }
+    """The files below a folder that a pack may contain, by their path."""
+    paths = [path for path in folder.rglob("*") if path.name in packs.EVIDENCE]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def gone(folder: Path) -> None:
-    for path in sorted(folder.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    folder.rmdir()
-
-
-def test_what_is_packed_comes_back_and_nothing_else(runs: Path) -> None:
-    before = contents(runs)
-    assert len(before) == 8
+def test_unpacking_restores_the_evidence_of_runs_and_nothing_else(runs: Path) -> None:
+    contents_of_runs = contents(runs)
+    assert len(contents_of_runs) == 8
     packed = packs.pack(runs)
-    assert packed.stat().st_size < sum(map(len, before.values()))
-    gone(runs)
+    assert packed.stat().st_size < sum(map(len, contents_of_runs.values()))
+
+    shutil.rmtree(runs)
     assert packs.unpack(packed) == runs
-    assert contents(runs) == before
-    assert sorted(p.name for p in (runs / "fedavg/seed1").iterdir()) == sorted(
-        packs.EVIDENCE - {"entry.toml", "certificate.json"}
-    )
+    assert contents(runs) == contents_of_runs
+    names = {path.name for path in (runs / "fedavg/seed1").iterdir()}
+    assert names == packs.EVIDENCE - {"entry.toml", "certificate.json"}
 
 
 def test_the_same_runs_give_the_same_bytes(runs: Path) -> None:
     first = packs.pack(runs).read_bytes()
     assert packs.pack(runs).read_bytes() == first
-    gone(runs)
+    shutil.rmtree(runs)
     packs.unpack(packs.pack_of(runs))
     assert packs.pack(runs).read_bytes() == first
 
@@ -84,25 +76,29 @@ def test_long_names_and_times_before_1970_are_packed_too(runs: Path) -> None:
     """A comparison's folder is named by the values of its grid."""
     (runs / "fedavg").rename(runs / ("é" * 120))
     os.utime(next(runs.rglob("summary.json")), (-5, -5))
-    before = contents(runs)
+    contents_of_runs = contents(runs)
     packed = packs.pack(runs)
-    gone(runs)
+    shutil.rmtree(runs)
     packs.unpack(packed)
-    assert contents(runs) == before
+
+    assert contents(runs) == contents_of_runs
 
 
 def test_a_pack_is_read_like_the_folder(runs: Path) -> None:
-    read = [(r.settings, r.rounds, r.last_written // 1) for r in find([runs])]
+    def read(path: Path) -> list[tuple[object, ...]]:
+        return [(run.settings, run.rounds, run.last_written // 1) for run in find([path])]
+
+    runs_of_folder = read(runs)
     packed = packs.pack(runs)
-    gone(runs)
-    for named in (packed, runs, runs.parent):
-        assert [(r.settings, r.rounds, r.last_written // 1) for r in find([named])] == read
-        assert [r.display_path for r in find([named])] == [
-            runs / "fedavg/seed1",
-            runs / "fedavg/seed2",
-        ], "not in the cache"
-    assert [r.seed for r in find([runs / "fedavg/seed2"])] == [2], "a folder in a pack"
+    shutil.rmtree(runs)
+    paths_before_packing = [runs / "fedavg/seed1", runs / "fedavg/seed2"]
+    for place in (packed, runs, runs.parent):
+        assert read(place) == runs_of_folder
+        display_paths = [run.display_path for run in find([place])]
+        assert display_paths == paths_before_packing, "not paths in the cache"
+    assert [run.seed for run in find([runs / "fedavg/seed2"])] == [2], "a folder in a pack"
     assert not runs.exists()
+
     packs.unpack(packed)
     assert len(find([runs.parent])) == 2, "runs that lie beside their pack count once"
 
@@ -113,12 +109,15 @@ def test_the_commands_pack_read_and_unpack(
     packed = packs.pack_of(runs)
     assert call(["pack", str(runs)]) == 0
     assert "not models" in capsys.readouterr().out
-    gone(runs)
+
+    shutil.rmtree(runs)
     assert call(["report", str(packed), "--out", str(runs.parent / "page.html")]) == 0
+
     page = (runs.parent / "page.html").read_text(encoding="utf-8")
     assert len(page) > 100_000
     assert str(runs / "fedavg/seed1") in page
     assert str(runs.parent.parent / "cache") not in page
+
     monkeypatch.chdir(runs.parent)
     assert call(["report", "."]) == 0
     assert call(["unpack", str(packed)]) == 0
@@ -127,13 +126,14 @@ def test_the_commands_pack_read_and_unpack(
     assert call(["pack", str(runs.parent / "nothing")]) == 2
 
 
-def test_runs_that_are_not_finished_are_named_and_do_not_begin_anew_from_a_pack(
+def test_unfinished_runs_are_named_when_they_are_packed_and_cannot_be_resumed(
     runs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (runs / "fedavg/seed1/summary.json").unlink()
     packed = packs.pack(runs)
     assert str(runs / "fedavg/seed1") in caplog.text
-    gone(runs)
+
+    shutil.rmtree(runs)
     packs.unpack(packed)
     with pytest.raises(CorruptFile, match="checkpoint"):
         resume(runs / "fedavg/seed1", toys.blobs())
@@ -155,16 +155,17 @@ def test_the_report_of_a_pack_that_is_named_by_its_file_is_in_the_folder_of_befo
 
 
 def test_a_report_does_not_hide_the_pack(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = contents(runs)
+    contents_of_runs = contents(runs)
     packed = packs.pack(runs)
     shutil.rmtree(runs)
+
     for _ in range(2):
         assert call(["report", str(runs)]) == 0
     assert [path.name for path in runs.iterdir()] == ["report.html"]
-    for named in (runs, runs.parent, packed):
-        assert [run.seed for run in find([named])] == [1, 2]
+    for place in (runs, runs.parent, packed):
+        assert [run.seed for run in find([place])] == [1, 2]
     assert packs.unpack_if_packed(runs), "so that runs go on where they were"
-    assert contents(runs) == before
+    assert contents(runs) == contents_of_runs
     assert (runs / "report.html").stat().st_size > 100_000
     assert [path.name for path in runs.parent.iterdir() if path.name.startswith(".")] == []
 
@@ -174,6 +175,7 @@ def test_nothing_is_unpacked_over_what_is_no_folder_of_runs(runs: Path) -> None:
     shutil.rmtree(runs)
     runs.mkdir()
     (runs / "fedavg").write_text("not a folder")
+
     with pytest.raises(RunExists, match=str(runs)):
         packs.unpack(packed)
     assert (runs / "fedavg").read_text() == "not a folder"
@@ -181,17 +183,17 @@ def test_nothing_is_unpacked_over_what_is_no_folder_of_runs(runs: Path) -> None:
 
 def test_a_pack_with_other_runs_is_not_lost(runs: Path) -> None:
     packed = packs.pack(runs)
-    before = packed.read_bytes()
-    gone(runs / "fedavg/seed2")
+    packed_bytes = packed.read_bytes()
+    shutil.rmtree(runs / "fedavg/seed2")
     with pytest.raises(RunExists, match=packed.name):
         packs.pack(runs)
-    assert packed.read_bytes() == before
+    assert packed.read_bytes() == packed_bytes
 
 
 def test_a_folder_that_is_packed_is_unpacked_to_go_on(runs: Path) -> None:
     packs.pack(runs)
     assert not packs.unpack_if_packed(runs)
-    gone(runs)
+    shutil.rmtree(runs)
     assert packs.unpack_if_packed(runs)
     assert len(find([runs])) == 2
     assert not packs.unpack_if_packed(runs.parent / "nothing")
@@ -199,7 +201,7 @@ def test_a_folder_that_is_packed_is_unpacked_to_go_on(runs: Path) -> None:
 
 def test_an_empty_folder_is_no_hindrance(runs: Path) -> None:
     packed = packs.pack(runs)
-    gone(runs)
+    shutil.rmtree(runs)
     runs.mkdir()
     assert len(find([packs.unpack(packed)])) == 2
 
@@ -209,7 +211,7 @@ def test_a_folder_survives_an_interrupt_while_it_is_replaced(
     runs: Path, monkeypatch: pytest.MonkeyPatch, renames: int
 ) -> None:
     packed = packs.pack(runs)
-    gone(runs)
+    shutil.rmtree(runs)
     runs.mkdir()
     (runs / "notes.txt").write_text("mine")
     rename = Path.rename
@@ -223,9 +225,11 @@ def test_a_folder_survives_an_interrupt_while_it_is_replaced(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", interrupted)
+
     with pytest.raises(KeyboardInterrupt):
         packs.unpack(packed)
     assert (runs / "notes.txt").read_text() == "mine"
+
     monkeypatch.undo()
     assert len(find([packs.unpack(packed)])) == 2
 
@@ -239,15 +243,18 @@ def test_one_that_another_process_has_unpacked_meanwhile_is_taken(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = packs.pack(runs)
-    kept = shutil.move(runs, runs.with_name("kept"))
+    moved = shutil.move(runs, runs.with_name("kept"))
 
     def too_late(making: Path, folder: Path) -> Path:
-        shutil.copytree(kept, folder)
+        shutil.copytree(moved, folder)
         raise OSError(errno.ENOTEMPTY, "Directory not empty")
 
     monkeypatch.setattr(Path, "rename", too_late)
+
     assert len(find([packs.unpack(packed)])) == 2
-    assert sorted(p.name for p in runs.parent.iterdir()) == sorted([packed.name, runs.name, "kept"])
+
+    names = {path.name for path in runs.parent.iterdir()}
+    assert names == {packed.name, runs.name, "kept"}
 
 
 def test_another_archive_among_runs_is_not_looked_at(runs: Path) -> None:
@@ -256,6 +263,7 @@ def test_another_archive_among_runs_is_not_looked_at(runs: Path) -> None:
 
 
 def tar(path: Path, *members: tarfile.TarInfo) -> Path:
+    """A pack with these members."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
         for member in members:
@@ -267,8 +275,11 @@ def tar(path: Path, *members: tarfile.TarInfo) -> Path:
 def member(
     name: str, size: int = 3, kind: bytes = tarfile.REGTYPE, link: str = ""
 ) -> tarfile.TarInfo:
+    """A member of a pack, of any kind."""
     entry = tarfile.TarInfo(name)
-    entry.size, entry.type, entry.linkname = size, kind, link
+    entry.size = size
+    entry.type = kind
+    entry.linkname = link
     return entry
 
 
@@ -282,11 +293,11 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-def test_a_pack_that_holds_anything_else_is_refused(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_pack_that_holds_anything_else_is_refused(name: str, tmp_path: Path) -> None:
     place = tmp_path / "in/there"
     place.mkdir(parents=True)
-    packed = tar(place / f"runs{packs.SUFFIX}", HOSTILE[what])
+    packed = tar(place / f"runs{packs.SUFFIX}", HOSTILE[name])
     with pytest.raises(CorruptFile, match=packed.name):
         packs.unpack(packed)
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [packed]
@@ -296,17 +307,20 @@ def test_a_pack_that_is_too_large_or_damaged_is_refused(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = packs.pack(runs)
-    gone(runs)
+    shutil.rmtree(runs)
     monkeypatch.setattr(packs, "MAX_UNPACKED_BYTES", 1000)
     with pytest.raises(CorruptFile, match=packed.name):
         packs.readable(packed)
     monkeypatch.undo()
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
-    data = packed.read_bytes()
-    for damaged in (data[: len(data) // 2], b"", b"no pack", data[:100] + bytes(50) + data[150:]):
+    content = packed.read_bytes()
+    half = content[: len(content) // 2]
+    with_zeros = content[:100] + bytes(50) + content[150:]
+    for damaged in (half, b"", b"no pack", with_zeros):
         packed.write_bytes(damaged)
         with pytest.raises(CorruptFile, match=packed.name):
             packs.readable(runs)
+
     with pytest.raises(ConfigError, match="nothing"):
         packs.unpack(tmp_path / f"nothing{packs.SUFFIX}")
 
@@ -318,10 +332,8 @@ def xz(path: Path, *blocks: bytes) -> Path:
 
 
 def header(name: str, size: int = 0, kind: bytes = tarfile.REGTYPE) -> bytes:
-    entry = tarfile.TarInfo(name)
-    entry.size = size
-    entry.type = kind
-    return entry.tobuf(tarfile.GNU_FORMAT)
+    """The block that announces a member of an archive."""
+    return member(name, size, kind).tobuf(tarfile.GNU_FORMAT)
 
 
 def pax(**fields: str) -> bytes:
@@ -366,7 +378,9 @@ def test_a_pack_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             with pytest.raises(CorruptFile, match=packed.name):
                 packs.unpack(packed)
     assert packs.unpack(packed).is_dir()
-    bomb = xz(tmp_path / f"bomb{packs.SUFFIX}", header("config.toml"), bytes(5 << 20))
+
+    zeros = bytes(5 << 20)
+    bomb = xz(tmp_path / f"bomb{packs.SUFFIX}", header("config.toml"), zeros)
     monkeypatch.setattr(packs, "MAX_UNPACKED_BYTES", 1 << 20)
     with pytest.raises(CorruptFile, match=bomb.name):
         packs.unpack(bomb)
@@ -378,6 +392,7 @@ def test_links_are_not_packed(runs: Path, tmp_path: Path) -> None:
     journal = runs / "fedavg/seed1/journal.jsonl"
     journal.unlink()
     journal.symlink_to(secret)
+
     with pytest.raises(ConfigError, match=r"journal\.jsonl"):
         packs.pack(runs)
     assert not packs.pack_of(runs).exists()

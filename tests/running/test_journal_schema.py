@@ -1,10 +1,11 @@
-"""A journal has one schema: what is not of it is named with file and line by every reader."""
+"""A journal has one schema: every reader names file and line of an event that violates it."""
 
 from __future__ import annotations
 
 import json
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,23 @@ def test_every_reader_of_a_changed_journal_works_or_names_the_file(
 
 
 def events_of(journal: Path) -> list[dict[str, Any]]:
+    """The events of a journal, without any check."""
     return [json.loads(line) for line in journal.read_text().splitlines()]
 
 
 def write(journal: Path, events: list[dict[str, Any]]) -> None:
+    """Replace the events of a journal."""
     journal.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def index_of(kind: str, events: list[dict[str, Any]]) -> int:
+    """The index of the first event of a kind."""
+    return [event["event"] for event in events].index(kind)
 
 
 @pytest.fixture
 def journal(runs: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of the journal of a run with measures."""
     return Path(shutil.copy(runs["measured"] / "journal.jsonl", tmp_path))
 
 
@@ -80,23 +89,27 @@ WRONG: dict[str, dict[str, Any]] = {
 """Fields of events with values that no version wrote."""
 
 
-@pytest.mark.parametrize(
-    ("event", "field"), [(event, field) for event, fields in WRONG.items() for field in fields]
-)
-def test_a_field_of_another_form_is_named_with_its_line(
-    event: str, field: str, journal: Path
-) -> None:
+def wrong_fields() -> Iterator[tuple[str, str]]:
+    """Each kind of event with each of its fields in ``WRONG``."""
+    for kind, fields in WRONG.items():
+        for field in fields:
+            yield kind, field
+
+
+@pytest.mark.parametrize(("kind", "field"), list(wrong_fields()))
+def test_a_malformed_field_is_named_with_its_line(kind: str, field: str, journal: Path) -> None:
     events = events_of(journal)
-    number = [each["event"] for each in events].index(event)
-    events[number][field] = WRONG[event][field]
+    number = index_of(kind, events)
+    events[number][field] = WRONG[kind][field]
     write(journal, events)
+
     with pytest.raises(CorruptFile, match=rf"journal\.jsonl, line {number + 1}: .*{field}"):
         read_journal(journal)
 
 
 def test_a_field_that_readers_need_must_be_there(journal: Path) -> None:
     events = events_of(journal)
-    number = [event["event"] for event in events].index("round")
+    number = index_of("round", events)
     del events[number]["accuracy"]
     write(journal, events)
     with pytest.raises(CorruptFile, match=rf"line {number + 1}: .*accuracy"):
@@ -115,17 +128,19 @@ def test_events_must_be_in_their_order(order: str, journal: Path) -> None:
         first, second = rounds[:2]
         events[first], events[second] = events[second], events[first]
     write(journal, events)
+
     with pytest.raises(CorruptFile, match=r"journal\.jsonl, line \d+"):
         read_journal(journal)
 
 
-def test_further_fields_and_events_are_read_as_they_are(journal: Path) -> None:
+def test_unknown_fields_and_events_are_read_unchanged(journal: Path) -> None:
     events = events_of(journal)
     for event in events:
         if event["event"] != "client":
             event["of_a_package"] = {"deep": [1, None, "text", {"er": True}]}
     events.insert(2, {"event": "of a package", "anything": [1, "two"]})
     write(journal, events)
+
     assert read_journal(journal) == events
 
 
@@ -137,14 +152,15 @@ def test_a_look_at_contributions_has_an_accuracy_for_each_class(
     folder = tmp_path / "run"
     shutil.copytree(runs["contributions"], folder)
     events = events_of(folder / "journal.jsonl")
-    number = [event["event"] for event in events].index("measure")
+    number = index_of("measure", events)
     events[number][field] = value
     write(folder / "journal.jsonl", events)
+
     with pytest.raises(CorruptFile, match=rf"journal\.jsonl, line {number + 1}: .*{field}"):
         write_page([folder], tmp_path / "report.html")
 
 
-def test_what_is_not_json_is_named(journal: Path) -> None:
+def test_a_line_that_is_not_json_is_named(journal: Path) -> None:
     journal.write_text(journal.read_text() + '{"event":"round","accuracy":NaN}\n')
     with pytest.raises(CorruptFile, match=r"journal\.jsonl, line \d+, is not JSON"):
         read_journal(journal)
@@ -166,13 +182,12 @@ def test_forms_of_lists_have_the_sizes_that_measures_record() -> None:
 
 
 def test_a_task_in_which_no_site_reported_a_test_can_be_read() -> None:
+    untested = [None, None]
     stream = {"classes": [[0], [1]], "first_rounds": [1, 2]}
-    events: list[dict[str, Any]] = [
-        {"event": "start", "classes": ["a", "b"], "stream": stream},
-        {"event": "initial", "accuracy": None, "class_accuracy": [None, None]},
-        {"event": "task", "task": 1, "round": 1, "row": [None, None], "clients": {}},
-    ]
+    start = {"event": "start", "classes": ["a", "b"], "stream": stream}
+    initial = {"event": "initial", "accuracy": None, "class_accuracy": untested}
+    task = {"event": "task", "task": 1, "round": 1, "row": untested, "clients": {}}
     checker = JournalChecker()
-    assert [checker.problem(event) for event in events] == ["", "", ""]
-    repeated = {**events[-1], "task": 1}
-    assert "does not follow" in checker.problem(repeated)
+
+    assert [checker.problem(event) for event in (start, initial, task)] == ["", "", ""]
+    assert "does not follow" in checker.problem(task), "it repeats a task"
