@@ -1,9 +1,10 @@
-"""A method with a mistake, written as a newcomer would: the message says where it is, the journal
-who was refused.
+"""A method with a mistake of a newcomer: the error names file and line, and the journal the clients
+that were refused.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,11 +27,7 @@ pytestmark = pytest.mark.usefixtures("with_threads")
 NO_LINE = "what the library stumbles over"
 
 AT_CLIENTS = {
-    "shape in terms": (
-        SHAPES,
-        "RuntimeError: ",
-        "in terms",
-    ),
+    "shape in terms": (SHAPES, "RuntimeError: ", "in terms"),
     "name in begin": (
         """
         def begin(self, payload, client_state, view, world):
@@ -149,7 +146,9 @@ AT_CLIENTS = {
         "class LocalTraining",
     ),
 }
-
+"""Mistakes in the client's part of a method: its code, a part of the error, and the place that the
+error names.
+"""
 
 IN_THREADS_AND_STACKS = (
     "shape in terms",
@@ -163,29 +162,34 @@ IN_THREADS_AND_STACKS = (
 
 @pytest.mark.parametrize(
     ("mistake", "engine"),
-    [(m, "serial") for m in AT_CLIENTS]
-    + [(m, e) for m in IN_THREADS_AND_STACKS for e in ("pooled", "vectorised")],
+    [
+        *itertools.product(AT_CLIENTS, ["serial"]),
+        *itertools.product(IN_THREADS_AND_STACKS, ["pooled", "vectorised"]),
+    ],
 )
-def test_a_mistake_at_a_client_is_said_with_its_file_and_line(
+def test_the_error_for_a_mistake_at_a_client_has_its_file_and_line(
     mistake: str, engine: str, tmp_path: Path
 ) -> None:
     body, text, function = AT_CLIENTS[mistake]
     if (mistake, engine) == (NO_LINE, "vectorised"):
-        text = "Error: "  # the rest is vmap's, and other versions of torch have other words
+        text = "Error: "  # the text is vmap's and depends on the version of torch
     experiment, line = mine(tmp_path, body, engine=engine)
     with pytest.raises(ClientFailed) as stopped:
         run(experiment, tmp_path / "stopped", toys.blobs())
     with pytest.raises(TooFewReplies, match="0 of 4 clients") as caught:
         run(replace(experiment, clients=toys.TOLERANT), tmp_path / "run", toys.blobs())
-    for said in (str(stopped.value), str(caught.value)):
-        assert text in said
-        assert f"(mine.py, line {line}, {function})" in said or f"line {line}, {function})" in said
-    gone = refusals(tmp_path / "run")
-    assert [e["client"] for e in gone] == [0, 1, 2, 3], "the journal names them all"
-    assert all(text in e["refused"] and f"line {line}" in e["refused"] for e in gone)
+
+    for message in (str(stopped.value), str(caught.value)):
+        assert text in message
+        assert f"line {line}, {function})" in message
+    events = refusals(tmp_path / "run")
+    assert [event["client"] for event in events] == [0, 1, 2, 3], "the journal names them all"
+    for event in events:
+        assert text in event["refused"]
+        assert f"line {line}" in event["refused"]
 
 
-def test_a_reply_that_lacks_a_group_says_where_it_is_sent_and_where_expected(
+def test_the_error_for_a_reply_without_a_group_names_the_function_that_sent_it(
     tmp_path: Path,
 ) -> None:
     client = """
@@ -193,13 +197,13 @@ def test_a_reply_that_lacks_a_group_says_where_it_is_sent_and_where_expected(
         return Payload(weights=params), NOTHING
     """
     experiment, line = mine(tmp_path, client)
+
     with pytest.raises(TooFewReplies) as caught:
         run(experiment, tmp_path / "run", toys.blobs())
-    said = str(caught.value)
-    assert "missing ['params'], not asked for ['weights']" in said
-    assert said.endswith(f"(sent by mine.py, line {line}, in end)"), (
-        "what is expected, the library says"
-    )
+
+    message = str(caught.value)
+    assert "missing ['params'], not asked for ['weights']" in message
+    assert message.endswith(f"(sent by mine.py, line {line}, in end)")
     assert len(refusals(tmp_path / "run")) == 4
 
 
@@ -240,15 +244,16 @@ def test_a_mistake_at_the_server_is_one_line_with_its_file_and_line(
     experiment, line = mine(tmp_path, server=at_the_server(part, mistake))
     with pytest.raises(MethodFailed) as caught:
         run(experiment, tmp_path / "run", toys.blobs())
-    said = str(caught.value)
-    assert said.startswith(text)
-    assert said.endswith(f"(mine.py, line {line}, in {part})"), "Python shows the traceback"
-    assert caught.value.in_shell == f"{said}; see the traceback with --debug"
+
+    message = str(caught.value)
+    assert message.startswith(text)
+    assert message.endswith(f"(mine.py, line {line}, in {part})"), "Python shows the traceback"
+    assert caught.value.in_shell == f"{message}; see the traceback with --debug"
     assert caught.value.__cause__ is not None
     assert caught.value.exit_code == 1
 
 
-def test_a_function_that_predictors_gave_is_named_when_it_is_called(tmp_path: Path) -> None:
+def test_the_error_for_a_predictor_that_fails_has_its_file_and_line(tmp_path: Path) -> None:
     server = at_the_server("predictors", "return {'global': lambda x: x.logits()}")
     experiment, line = mine(tmp_path, server=server)
     with pytest.raises(MethodFailed, match=r"Mine\.predictors failed: AttributeError") as caught:
@@ -266,7 +271,7 @@ def test_a_function_that_predictors_gave_is_named_when_it_is_called(tmp_path: Pa
         ("work", "return LocalTraining", "a ClientWork"),
     ],
 )
-def test_what_a_method_gives_must_be_what_it_is_asked_for(
+def test_a_value_of_another_type_than_a_method_must_return_is_an_error(
     part: str, mistake: str, kind: str, tmp_path: Path
 ) -> None:
     experiment, line = mine(tmp_path, server=at_the_server(part, mistake))
@@ -277,21 +282,19 @@ def test_what_a_method_gives_must_be_what_it_is_asked_for(
     assert message.endswith(f"{kind} (mine.py, line {line - 1}, in {part})")
 
 
-def test_down_that_returns_nothing_is_said_before_a_round_is_over(tmp_path: Path) -> None:
-    experiment, line = mine(
-        tmp_path, server=at_the_server("payload_for_client", "Payload(params=state.params)")
-    )
+def test_a_payload_that_is_missing_for_every_client_is_an_error(tmp_path: Path) -> None:
+    without_return = at_the_server("payload_for_client", "Payload(params=state.params)")
+    experiment, line = mine(tmp_path, server=without_return)
     with pytest.raises(MethodFailed) as caught:
         run(experiment, tmp_path / "run", toys.blobs())
     message = str(caught.value)
     assert message.startswith("round 1, stage 'train': Mine.payload_for_client failed: ")
     assert "None" in message
     assert message.endswith(f"(mine.py, line {line - 1}, in payload_for_client)")
-    chain, _ = mine(
-        tmp_path,
-        server=at_the_server("payload_for_client", "return None"),
-        topology={"kind": "sequential", "clients": 3},
-    )
+
+    of_none = at_the_server("payload_for_client", "return None")
+    sequential = {"kind": "sequential", "clients": 3}
+    chain, _ = mine(tmp_path, server=of_none, topology=sequential)
     with pytest.raises(MethodFailed, match=r"Mine\.payload_for_client"):
         run(chain, tmp_path / "chain", toys.blobs())
 
@@ -305,13 +308,13 @@ schedule = {'before': 'before'}
 """
 
 
-def test_down_may_return_nothing_in_a_stage_or_in_a_later_round(tmp_path: Path) -> None:
+def test_a_method_may_have_no_payload_in_a_stage_or_in_a_later_round(tmp_path: Path) -> None:
     experiment, _ = mine(tmp_path, server=NOTHING_TO_DO)
     result = run(experiment, tmp_path / "run", toys.blobs())
     assert len(result.history) == experiment.rounds
 
 
-FOLDED = {
+AGGREGATED = {
     "dropped": ("{k: v for k, v in mean.items() if 'bias' not in k}", "params differs: missing ['"),
     "added": (
         "{**mean, 'scale': mean['head.bias']}",
@@ -324,50 +327,52 @@ FOLDED = {
     "cast": ("{k: v.double() for k, v in mean.items()}", " is torch.float64, not torch.float32"),
     "no tensor": ("{**mean, 'head.bias': 3.0}", "params/head.bias is not a dense tensor"),
 }
+"""Parameters that ``aggregate`` returns, and a part of the error."""
 
 
-@pytest.mark.parametrize("how", FOLDED)
-def test_what_fold_makes_of_the_models_entries_is_said_in_its_stage(
-    how: str, tmp_path: Path
+@pytest.mark.parametrize("name", AGGREGATED)
+def test_aggregated_parameters_that_do_not_fit_the_network_are_an_error(
+    name: str, tmp_path: Path
 ) -> None:
-    gives, why = FOLDED[how]
+    params, words = AGGREGATED[name]
     mean = "from fedstill.core.aggregation import weighted_mean; mean = weighted_mean(replies)"
-    fold = f"{mean}; return state.next(params={gives})"
-    experiment, line = mine(tmp_path, server=at_the_server("aggregate", fold))
+    line_of_code = f"{mean}; return state.next(params={params})"
+    experiment, line = mine(tmp_path, server=at_the_server("aggregate", line_of_code))
+
     with pytest.raises(MethodFailed) as caught:
         run(experiment, tmp_path / "run", toys.blobs())
-    said = str(caught.value)
-    assert said.startswith("round 1, stage 'train': Mine.aggregate failed: ")
-    assert why in said
-    assert said.endswith(f"(mine.py, line {line - 1}, in aggregate)")
+
+    message = str(caught.value)
+    assert message.startswith("round 1, stage 'train': Mine.aggregate failed: ")
+    assert words in message
+    assert message.endswith(f"(mine.py, line {line - 1}, in aggregate)")
 
 
-def test_a_term_that_is_no_number_is_named_where_the_reply_is_refused(tmp_path: Path) -> None:
+def test_the_refusal_of_a_reply_names_the_term_that_is_not_finite(tmp_path: Path) -> None:
     terms = """
     def terms(self, step, start):
         return {"ce": cross_entropy(step.logits(), step.y), "far": step.logits().sum(1) / 0}
     """
     experiment, _ = mine(tmp_path, terms, plan={"epochs": 1, "batch": 1000})
-    with pytest.raises(
-        Diverged,
-        match="'far'",
-    ):
+
+    with pytest.raises(Diverged, match="'far'"):
         run(experiment, tmp_path / "run", toys.blobs())
 
 
-def test_errors_that_a_method_raises_on_purpose_stay_what_they_are(tmp_path: Path) -> None:
+def test_errors_of_fedstill_that_a_method_raises_are_not_replaced(tmp_path: Path) -> None:
     server = """
     def begin_round(self, state, stages, world):
         from fedstill.core.errors import IncompatibleMethod
         raise IncompatibleMethod("mine needs an odd number of clients")
     """
     experiment, _ = mine(tmp_path, server=server)
+
     with pytest.raises(IncompatibleMethod, match="odd number of clients") as caught:
         run(experiment, tmp_path / "run", toys.blobs())
     assert caught.value.exit_code == 2
 
 
-def test_refusals_before_a_mistake_in_fold_are_in_the_journal(tmp_path: Path) -> None:
+def test_refusals_are_in_the_journal_if_the_aggregation_fails_afterwards(tmp_path: Path) -> None:
     client = """
     def end(self, params, start, result, view, world):
         if view.client == 2:
@@ -379,13 +384,11 @@ def test_refusals_before_a_mistake_in_fold_are_in_the_journal(tmp_path: Path) ->
     )
     with pytest.raises(MethodFailed, match=r"Mine\.aggregate"):
         run(experiment, tmp_path / "run", toys.blobs())
-    events = [
-        e
-        for e in journals.read_journal(tmp_path / "run" / "journal.jsonl")
-        if e["event"] == "client"
-    ]
-    assert [e["client"] for e in events] == [0, 1, 3, 2]
-    assert [e["client"] for e in refusals(tmp_path / "run")] == [2]
+
+    events = journals.read_journal(tmp_path / "run" / "journal.jsonl")
+    clients = [event["client"] for event in events if event["event"] == "client"]
+    assert clients == [0, 1, 3, 2]
+    assert [event["client"] for event in refusals(tmp_path / "run")] == [2]
 
 
 def test_a_mistake_in_the_librarys_own_method_names_its_file(

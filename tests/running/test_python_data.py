@@ -1,4 +1,4 @@
-"""Runs on data that Python has: each kind is trained on, and clients keep their names."""
+"""Runs on data in Python: every kind can be trained on, and clients keep their names."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ class Photos(torch.utils.data.Dataset[Any]):
 
 
 def rows() -> pd.DataFrame:
+    """Patients of two hospitals, a row each."""
     draw = np.random.default_rng(0)
-    return pd.DataFrame(
-        {
-            "age": draw.normal(LABELS, 0.5),
-            "ward": draw.choice(["A", "B"], N),
-            "hospital": np.array(["north", "south"])[np.arange(N) % 2],
-            "outcome": LABELS,
-        }
-    )
+    ages = draw.normal(LABELS, 0.5)
+    wards = draw.choice(["A", "B"], N)
+    hospitals = ["north", "south"] * (N // 2)
+    return pd.DataFrame({"age": ages, "ward": wards, "hospital": hospitals, "outcome": LABELS})
 
 
 def texts() -> datasets.Dataset:
-    sentences = [f"{('sun', 'rain', 'snow')[k]} on day {i}" for i, k in enumerate(LABELS)]
+    """A sentence about the weather of each day, which is its class."""
+    weather = ("sun", "rain", "snow")
+    sentences = [f"{weather[label]} on day {day}" for day, label in enumerate(LABELS)]
     return datasets.Dataset.from_dict({"text": sentences, "label": LABELS.tolist()})
 
 
 def vectors() -> TensorDataset:
+    """Random vectors of four numbers."""
     values = torch.rand(N, 4, generator=torch.Generator().manual_seed(0))
     return TensorDataset(values, torch.from_numpy(LABELS))
 
@@ -71,10 +71,12 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def experiment(data: dict[str, Any], **fields: Any) -> fedstill.Experiment:
+    """A run of one round with this table ``[data]``."""
     return fedstill.Experiment(rounds=1, measure=(), plan={"epochs": 1}, data=data, **fields)
 
 
 def start(result: fedstill.Result) -> dict[str, Any]:
+    """The first event of the journal of a run."""
     return read_journal(result.directory / "journal.jsonl")[0]
 
 
@@ -83,11 +85,13 @@ def test_each_kind_is_trained_on_with_the_keys_of_the_config(kind: str, tmp_path
     data, keys = KINDS[kind]
     few = {"topology": {"clients": 3}}
     result = fedstill.run(experiment(keys, **few), tmp_path / "run", data=data)
+
     assert result.summary["dataset"] == "data"
-    made = fedstill.from_python("data", data, **keys)
-    same = fedstill.run(experiment(keys, **few), tmp_path / "same", data=made)
+
+    dataset = fedstill.from_python("data", data, **keys)
+    same = fedstill.run(experiment(keys, **few), tmp_path / "same", data=dataset)
     assert same.summary["model_sha256"] == result.summary["model_sha256"]
-    assert len(made.classes) == 3
+    assert len(dataset.classes) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,6 +101,7 @@ def test_a_mapping_of_each_kind_is_a_run_of_its_clients(kind: str, tmp_path: Pat
         data = dict(data)
     clients = {"Šibenik": data, "Aachen": data}
     result = fedstill.run(experiment(keys, seed=1), tmp_path / "run", data=clients)
+
     assert start(result)["client_names"] == ["Šibenik", "Aachen"]
     assert len(result.summary["own_test_by_client"]) == 2
 
@@ -106,18 +111,20 @@ def test_a_run_on_a_frame_has_the_clients_of_its_column_and_resumes(tmp_path: Pa
         "partition": {"kind": "column", "column": "hospital", "own_test": 0.2},
         "topology": {"clients": 2},
     }
-    asked = experiment({**TABLE, "name": "hospitals"}, **by_column)
-    whole = fedstill.run(asked, tmp_path / "whole", data=rows())
-    assert start(whole)["client_names"] == ["north", "south"]
-    assert whole.summary["dataset"] == "hospitals"
+    hospitals = experiment({**TABLE, "name": "hospitals"}, **by_column)
+    uninterrupted = fedstill.run(hospitals, tmp_path / "whole", data=rows())
+
+    assert start(uninterrupted)["client_names"] == ["north", "south"]
+    assert uninterrupted.summary["dataset"] == "hospitals"
 
     def stop(*_: Any) -> None:
         raise RuntimeError("stopped")
 
     with pytest.raises(RuntimeError, match="stopped"):
-        fedstill.run(asked, tmp_path / "stopped", data=rows(), on_round=stop)
+        fedstill.run(hospitals, tmp_path / "stopped", data=rows(), on_round=stop)
+
     resumed = fedstill.resume(tmp_path / "stopped", data=rows())
-    assert resumed.summary["model_sha256"] == whole.summary["model_sha256"]
+    assert resumed.summary["model_sha256"] == uninterrupted.summary["model_sha256"]
 
 
 def test_a_run_by_client_resumes_and_refuses_other_data(tmp_path: Path) -> None:
@@ -125,16 +132,18 @@ def test_a_run_by_client_resumes_and_refuses_other_data(tmp_path: Path) -> None:
         raise RuntimeError("stopped")
 
     clients = {"north": rows()[::2], "south": rows()[1::2]}
-    whole = fedstill.run(experiment(TABLE), tmp_path / "whole", data=clients)
+    uninterrupted = fedstill.run(experiment(TABLE), tmp_path / "whole", data=clients)
     with pytest.raises(RuntimeError, match="stopped"):
         fedstill.run(experiment(TABLE), tmp_path / "stopped", data=clients, on_round=stop)
+
+    other_clients = {"north": rows()[:30], "south": rows()[30:]}
     with pytest.raises(DataError):
-        fedstill.resume(tmp_path / "stopped", data={"north": rows()[:30], "south": rows()[30:]})
+        fedstill.resume(tmp_path / "stopped", data=other_clients)
     resumed = fedstill.resume(tmp_path / "stopped", data=clients)
-    assert resumed.summary["model_sha256"] == whole.summary["model_sha256"]
+    assert resumed.summary["model_sha256"] == uninterrupted.summary["model_sha256"]
 
 
-def test_what_is_no_data_is_refused_before_there_is_a_directory(tmp_path: Path) -> None:
+def test_an_object_that_is_no_data_is_refused_before_there_is_a_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"fedstill\.from_tensors\("):
         fedstill.run(experiment({}), tmp_path / "run", data=object())
     with pytest.raises(ConfigError, match="tokenizer"):

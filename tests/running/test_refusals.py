@@ -1,5 +1,5 @@
-"""Clients that were left out are named at a run's end: in the terminal, the summary, comparisons
-and the report.
+"""A run names the clients whose replies were refused at its end, in the terminal, the summary,
+comparisons and the report.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ plan = { epochs = 1, batch = 100 }
 """
 """26, 25 and 25 images: two clients of three cannot train."""
 TOLERANT = ["-s", "clients.failures=tolerate", "-s", "clients.quorum=0.3", "-q"]
-WHY = "failed: ValueError: an odd number of images: [25] (mynet.py, line 14, in forward)"
-SAID = f"2 of 3 clients refused in every round, first: client 1 in round 1: {WHY}"
+REASON = "failed: ValueError: an odd number of images: [25] (mynet.py, line 14, in forward)"
+SENTENCE = f"2 of 3 clients refused in every round, first: client 1 in round 1: {REASON}"
 
 
 @pytest.fixture
@@ -60,45 +60,42 @@ def test_by_default_the_run_ends_with_the_authors_file_and_line(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(["run", config, "--out", "one", "-q"]) == 1
-    said = capsys.readouterr()
-    assert said.err.startswith(
-        f"fedstill: round 1, stage 'train': client 1 {WHY}; see the traceback with --debug"
+
+    printed = capsys.readouterr()
+    assert printed.err.startswith(
+        f"fedstill: round 1, stage 'train': client 1 {REASON}; see the traceback with --debug"
     )
-    assert said.out == ""
+    assert printed.out == ""
     assert call(["compare", config, "--out", "all", "-q"]) == 1
-    assert f"client 1 {WHY}" in capsys.readouterr().err
+    assert f"client 1 {REASON}" in capsys.readouterr().err
 
 
-def test_a_run_that_tolerates_it_says_so_at_its_end(
+def test_a_run_that_tolerates_failures_names_the_clients_at_its_end(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(["run", config, "--out", "one", *TOLERANT]) == 0
-    said = capsys.readouterr().out
-    assert said.splitlines()[-1] == f"warning: {SAID}"
+
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1] == f"warning: {SENTENCE}"
+
     summary = json.loads(Path("one/summary.json").read_text())
     assert summary["refused"] == 4
     assert summary["refused_clients"] == [1, 2]
-    assert summary["refusals"] == SAID
+    assert summary["refusals"] == SENTENCE
     assert call(["resume", "one", "-q"]) == 0, "also if it is asked again"
-    assert f"warning: {SAID}" in capsys.readouterr().out
+    assert f"warning: {SENTENCE}" in capsys.readouterr().out
 
 
-def test_comparison_and_report_say_it_too(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "compare",
-        config,
-        "--methods",
-        "fedavg,fedprox",
-        "--seeds",
-        "1,2",
-        "--out",
-        "all",
-        *TOLERANT,
-    ]
-    assert call(words) == 0
-    said = capsys.readouterr().out
+def test_comparison_and_report_name_them_too(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--methods", "fedavg,fedprox", "--seeds", "1,2", "--out", "all", *TOLERANT]
+    assert call(["compare", config, *options]) == 0
+
+    printed = capsys.readouterr().out
     for method in ("fedavg", "fedprox"):
-        assert f"warning: {method}, seed 1: {SAID}; seeds with refusals: 1, 2\n" in said
+        assert f"warning: {method}, seed 1: {SENTENCE}; seeds with refusals: 1, 2\n" in printed
+
     page = Path("all/report.html").read_text()
     head = page[page.index("<header>") : page.index("</header>")]
     assert head.count('<p class="note">') == 2
@@ -106,7 +103,7 @@ def test_comparison_and_report_say_it_too(config: str, capsys: pytest.CaptureFix
     assert 'id="failures"' in page
 
 
-def test_a_run_without_refusals_says_nothing_of_them(
+def test_a_run_without_refusals_does_not_mention_any(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     summary = run(toys.toy(), tmp_path / "run", toys.blobs()).summary
@@ -115,63 +112,79 @@ def test_a_run_without_refusals_says_nothing_of_them(
     assert not caplog.records
 
 
-def test_in_python_where_nobody_watches_it_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_in_python_refusals_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nan = toys.toy(
         {"name": "toy_failing", "who": 1, "how": "nan"}, topology={"clients": 6, "sampled": 6}
     )
     with caplog.at_level(logging.WARNING):
-        done = run(nan, tmp_path / "run", toys.blobs())
-    said = (
+        result = run(nan, tmp_path / "run", toys.blobs())
+    sentence = (
         "2 of 18 replies refused, of 1 of 6 clients, in 2 of 3 rounds, first: client 1 in round 2: "
         "params/"
     )
-    assert done.summary["refusals"].startswith(said)
-    assert f"run: {said}" in caplog.text
+
+    assert result.summary["refusals"].startswith(sentence)
+    assert f"run: {sentence}" in caplog.text
 
 
-def yes(client: int, round: int) -> dict[str, object]:
+def accepted(client: int, round: int) -> dict[str, object]:
+    """The event of an accepted reply."""
     return {"event": "client", "client": client, "round": round, "stage": 0, "name": "census"}
 
 
-def no(client: int, round: int) -> dict[str, object]:
-    return {**yes(client, round), "refused": "why"}
+def refused(client: int, round: int) -> dict[str, object]:
+    """The event of a refused reply."""
+    return {**accepted(client, round), "refused": "why"}
+
+
+OF_MOMENTS = {**refused(3, 0), "name": "moments"}
+IDLE = {**accepted(1, 1), "idle": True}
 
 
 def two_rounds(*clients: dict[str, object]) -> RunNumbers:
+    """The numbers of a run of two rounds with these events of clients."""
     return RunNumbers.of([*clients, {"event": "round", "round": 1}, {"event": "round", "round": 2}])
 
 
 @pytest.mark.parametrize(
     ("events", "parts"),
     [
-        ([no(0, 1), yes(1, 1), no(0, 2)], ("1 of 6 clients", "every round", "client 0 in round 1")),
-        ([no(0, 1), yes(1, 2)], ("1 of 6 clients", "whenever", "client 0 in round 1")),
         (
-            [yes(0, 1), no(0, 2)],
+            [refused(0, 1), accepted(1, 1), refused(0, 2)],
+            ("1 of 6 clients", "every round", "client 0 in round 1"),
+        ),
+        (
+            [refused(0, 1), accepted(1, 2)],
+            ("1 of 6 clients", "whenever", "client 0 in round 1"),
+        ),
+        (
+            [accepted(0, 1), refused(0, 2)],
             ("1 of 2 replies", "1 of 6 clients", "1 of 2 rounds", "client 0 in round 2"),
         ),
-        ([no(3, 0), yes(3, 1)], ("1 of 2 replies", "0 of 2 rounds", "client 3", "'census'")),
-        ([{**no(3, 0), "name": "moments"}, yes(3, 1)], ("0 of 2 rounds", "client 3", "'moments'")),
+        (
+            [refused(3, 0), accepted(3, 1)],
+            ("1 of 2 replies", "0 of 2 rounds", "client 3", "'census'"),
+        ),
+        ([OF_MOMENTS, accepted(3, 1)], ("0 of 2 rounds", "client 3", "'moments'")),
     ],
 )
 def test_refusals_are_counted_and_the_first_is_named(
     events: list[dict[str, object]], parts: tuple[str, ...]
 ) -> None:
-    said = Refusals.of(two_rounds(*events), 6).sentence
-    assert all(part in said for part in parts), said
-    assert said.endswith(": why")
+    sentence = Refusals.of(two_rounds(*events), 6).sentence
+    assert all(part in sentence for part in parts), sentence
+    assert sentence.endswith(": why")
 
 
-@pytest.mark.parametrize("idle", [[], [{**yes(1, 1), "idle": True}]])
-def test_without_refusals_there_is_nothing_to_say(idle: list[dict[str, object]]) -> None:
-    assert Refusals.of(two_rounds(yes(0, 1), *idle), 6).sentence == ""
+@pytest.mark.parametrize("idle", [[], [IDLE]])
+def test_without_refusals_the_sentence_is_empty(idle: list[dict[str, object]]) -> None:
+    assert Refusals.of(two_rounds(accepted(0, 1), *idle), 6).sentence == ""
 
 
 def test_the_frame_has_a_number_for_each_reply_of_a_client() -> None:
-    idle = {**yes(2, 1), "idle": True}
-    (replies,) = two_rounds(no(0, 1), yes(1, 1), idle, no(0, 2)).columns(["refused"])
+    idle = {**accepted(2, 1), "idle": True}
+    numbers = two_rounds(refused(0, 1), accepted(1, 1), idle, refused(0, 2))
+    (replies,) = numbers.columns(["refused"])
     assert replies.values.tolist() == [1, 0, 1]
     assert replies.coordinates["client"].tolist() == [0, 1, 0]
     assert replies.coordinates["round"].tolist() == [1, 1, 2]

@@ -38,15 +38,17 @@ class States(NoRecorder):
     bits: dict[Position, bytes] = field(default_factory=dict)
 
     def stage(self, result: StageResult) -> None:
-        after = result.after
-        self.bits[Position(after.round, after.stage)] = bits(after)
+        state = result.after
+        self.bits[Position(state.round, state.stage)] = bits(state)
 
 
 def bits(state: State) -> bytes:
+    """All of a state as bytes."""
     return encode(Payload({"params": state.params, **state.extra}))
 
 
-def made(experiment: Experiment, folder: Path) -> Path:
+def with_all_checkpoints(experiment: Experiment, folder: Path) -> Path:
+    """Run an experiment that keeps the checkpoint of every round."""
     run(experiment.with_values({"keep_checkpoints_every": 1}, "test"), folder, toys.blobs())
     return folder
 
@@ -54,7 +56,7 @@ def made(experiment: Experiment, folder: Path) -> Path:
 def kept_bits(folder: Path) -> dict[Position, bytes]:
     """The bits of the checkpoints that a run kept."""
     checkpoints = checkpoints_of(folder)
-    return {at: bits(checkpoints.at(at).state) for at in checkpoints.positions()}
+    return {position: bits(checkpoints.at(position).state) for position in checkpoints.positions()}
 
 
 def replay_from(folder: Path, position: Position) -> Replay:
@@ -67,40 +69,42 @@ def replay_from(folder: Path, position: Position) -> Replay:
 def test_replayed_states_are_the_checkpoints_of_the_run_from_each_of_them(
     name: str, tmp_path: Path
 ) -> None:
-    folder = made(EXPERIMENTS[name], tmp_path / "run")
-    kept = kept_bits(folder)
-    assert len(kept) >= len(read_run(folder).rounds) > 0
-    for start in kept:
+    folder = with_all_checkpoints(EXPERIMENTS[name], tmp_path / "run")
+    checkpoints = kept_bits(folder)
+    assert len(checkpoints) >= len(read_run(folder).rounds) > 0
+
+    for start in checkpoints:
         states = States()
         replay = replay_from(folder, start)
         with replay.session() as session:
             numbers = [s.round - 1 for s in session.rounds(recorder=states)]
         assert numbers == list(range(replay.start, len(read_run(folder).rounds) + 1))
-        for position in kept:
+        for position in checkpoints:
             if position > start:
-                assert states.bits[position] == kept[position], (start, position)
+                assert states.bits[position] == checkpoints[position], (start, position)
 
 
 def test_a_replay_of_a_round_begins_at_the_last_checkpoint_before_it(tmp_path: Path) -> None:
-    folder = made(CHAIN, tmp_path / "run")
-    kept = kept_bits(folder)
-    assert Position(3, 2) in kept, "the last three stages are kept"
+    folder = with_all_checkpoints(CHAIN, tmp_path / "run")
+    checkpoints = kept_bits(folder)
+    assert Position(3, 2) in checkpoints, "the last three stages are kept"
     replay = Replay.of_round(folder, 3, toys.blobs())
     assert replay.restored is not None
-    assert bits(replay.restored.state) == kept[Position(2, 3)]
+    assert bits(replay.restored.state) == checkpoints[Position(2, 3)]
     assert replay.start == 3
 
     states = States()
+    # Without checkpoints, the replay begins at round 1.
     shutil.rmtree(folder / "checkpoints")
     with Replay.of_round(folder, 3, toys.blobs()).session() as session:
         session.go_to(3)
         list(session.rounds(3, recorder=states))
-    assert states.bits[Position(3, 2)] == kept[Position(3, 2)]
+    assert states.bits[Position(3, 2)] == checkpoints[Position(3, 2)]
 
 
-def test_a_fork_moves_on_by_itself(tmp_path: Path) -> None:
-    folder = made(toys.toy("scaffold"), tmp_path / "run")
-    kept = kept_bits(folder)
+def test_a_fork_does_not_change_the_session_that_it_was_forked_from(tmp_path: Path) -> None:
+    folder = with_all_checkpoints(toys.toy("scaffold"), tmp_path / "run")
+    checkpoints = kept_bits(folder)
     states = States()
     with Replay.of_round(folder, 2, toys.blobs()).session() as session:
         session.go_to(2)
@@ -109,24 +113,26 @@ def test_a_fork_moves_on_by_itself(tmp_path: Path) -> None:
             pass
         for _ in session.rounds(3, recorder=states):
             pass
-    assert {at: states.bits[at] for at in states.bits if at in kept} == {
-        at: kept[at] for at in kept if at > Position(1, 1)
-    }
+    for position in checkpoints:
+        assert (position in states.bits) == (position > Position(1, 1))
+        if position in states.bits:
+            assert states.bits[position] == checkpoints[position]
 
 
 def test_links_of_a_chain_are_left_out_in_the_middle_of_a_round(tmp_path: Path) -> None:
-    folder = made(CHAIN, tmp_path / "run")
+    folder = with_all_checkpoints(CHAIN, tmp_path / "run")
     replay = replay_from(folder, Position(3, 1))
     stages = replay.prepared.settings.schedule(3, replay.prepared.world)
     states = States()
     with replay.session() as session:
         change = Without(frozenset({stages[0].clients[0], stages[1].clients[0]}))
-        (after,) = session.rounds(3, change=change, recorder=states)
+        (state,) = session.rounds(3, change=change, recorder=states)
+
     assert list(states.bits) == [Position(3, 3)], "the first link had acted, the second is left out"
-    assert after.round == 4
+    assert state.round == 4
 
 
 def test_a_checkpoint_that_was_not_kept_is_named(tmp_path: Path) -> None:
-    folder = made(CHAIN, tmp_path / "run")
+    folder = with_all_checkpoints(CHAIN, tmp_path / "run")
     with pytest.raises(CorruptFile, match="0000001-0000001"):
         checkpoints_of(folder).at(Position(1, 1))

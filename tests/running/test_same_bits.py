@@ -1,4 +1,4 @@
-"""A config and a seed have the same bits in every command, however many runs are done at once."""
+"""A config and a seed lead to the same bits in every command and with any number of processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import fedstill
 from fedstill.benchmark.recipes import load_recipe
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import resolve
-from fedstill.running.compare import Variant, carry_out_runs, seeded, variants
+from fedstill.running.compare import carry_out_runs, seeded, variants
 from fedstill.running.tuning import Tuning, parse_space
 from run_bits import assert_same_bits, bits
 
@@ -42,17 +42,18 @@ EXPERIMENTS: dict[str, Mapping[str, Any]] = {
 }
 
 
-def experiment(name: str) -> Experiment:
-    return Experiment(**{**COMMON, **EXPERIMENTS[name]})
+def experiment(name: str, **changes: Any) -> Experiment:
+    """One of ``EXPERIMENTS``."""
+    return Experiment(**{**COMMON, **EXPERIMENTS[name], **changes})
 
 
 @pytest.fixture
 def three_threads() -> Iterator[None]:
-    """What a process of fedstill's may have on another machine, or a caller in Python."""
-    before = torch.get_num_threads()
+    """Three threads of torch, as on another machine or for a caller in Python."""
+    thread_count = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(thread_count)
 
 
 @pytest.mark.usefixtures("three_threads")
@@ -65,24 +66,18 @@ def test_a_run_has_the_same_bits_alone_and_in_a_comparison(tmp_path: Path) -> No
         outcomes = carry_out_runs(runs, jobs, lambda outcomes: None)
         assert [outcome.problem for outcome in outcomes] == [""] * len(runs)
         for run in runs:
-            want = bits(tmp_path / "alone" / run.label / "seed5")
-            assert_same_bits(bits(run.folder), want)
+            alone = tmp_path / "alone" / run.label / "seed5"
+            assert_same_bits(bits(run.folder), bits(alone))
 
 
 @pytest.mark.parametrize("threads", ["auto", 1, 2, (1, 3)])
-def test_commands_leave_the_threads_of_an_experiment_as_they_are(
-    threads: Any, tmp_path: Path
-) -> None:
-    chosen = Experiment(**{**COMMON, **EXPERIMENTS["chain"], "threads": threads})
-    want = resolve(chosen).threads
-
-    def tuned(number: int) -> list[Variant]:
-        space = parse_space(["plan.epochs=1..2"])
-        tuning = Tuning(chosen, space, [1], tmp_path, lambda runs: [])
-        return tuning.runs(number, {"plan.epochs": 2})
-
-    compared = variants(chosen, tmp_path, ["fedavg", "fedseq"], [1, 2])
-    assert {run.settings.threads for run in [*compared, *tuned(0)]} == {want}
+def test_commands_do_not_change_the_threads_of_an_experiment(threads: Any, tmp_path: Path) -> None:
+    chain = experiment("chain", threads=threads)
+    compared = variants(chain, tmp_path, ["fedavg", "fedseq"], [1, 2])
+    tuning = Tuning(chain, parse_space(["plan.epochs=1..2"]), [1], tmp_path, lambda runs: [])
+    tuned = tuning.runs(0, {"plan.epochs": 2})
+    for variant in (*compared, *tuned):
+        assert variant.settings.threads == resolve(chain).threads
 
 
 def test_a_table_of_a_paper_has_the_threads_of_a_run(tmp_path: Path) -> None:

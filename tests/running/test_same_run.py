@@ -1,4 +1,4 @@
-"""By what a run is known again: what its journal notes, and in what the present differs."""
+"""The identity of a run: what its journal records, and how the present data and code differ."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_data_are_the_same_up_to_rounding(changes: dict[str, object], changed: l
     assert RunIdentity.noted_in(START).changed_data({**START, **changes}) == changed
 
 
-def test_what_a_run_did_not_note_is_not_compared() -> None:
+def test_only_recorded_properties_are_compared() -> None:
     identity = RunIdentity.noted_in({"event": "start", "classes": ["a"]})
     assert identity.changed_data(START) == ["classes"]
     assert not identity.has_other_examples({"train": "3"})
@@ -48,7 +48,9 @@ def test_what_a_run_did_not_note_is_not_compared() -> None:
     assert not RunIdentity.noted_in(START).has_other_examples({"train": "1"})
 
 
-def test_code_is_known_by_its_digest_and_modules_only_if_they_were_noted(tmp_path: Path) -> None:
+def test_files_of_code_are_compared_by_digest_and_modules_only_if_they_were_recorded(
+    tmp_path: Path,
+) -> None:
     experiment, _ = mine(tmp_path)
     file = tmp_path / "mine.py"
     module = tmp_path / "beside.py"
@@ -68,18 +70,17 @@ def test_code_is_known_by_its_digest_and_modules_only_if_they_were_noted(tmp_pat
         check_same(settings, {"sources": noted}, {})
 
 
-def test_runs_on_two_machines_begin_alike() -> None:
-    other = {**START, "torch": "8.0", "sources": {}, "seconds_since_1970": 2.0}
-    assert comparable_start(START) == comparable_start(other)
+def test_the_start_of_a_run_is_the_same_on_two_machines() -> None:
+    start_elsewhere = {**START, "torch": "8.0", "sources": {}, "seconds_since_1970": 2.0}
+    assert comparable_start(START) == comparable_start(start_elsewhere)
     assert comparable_start({**START, "test_counts": [4, 3]}) != comparable_start(START)
 
 
 def test_runs_of_several_seeds_share_the_run_that_they_start_from() -> None:
-    first, second = (
-        settings_but_seed({"seed": n, "start_from": f"runs/base/seed{n}/model.safetensors"}, START)
-        for n in (1, 2)
-    )
-    assert first == second == {"start_from": "base", "sources.mine.py": "abc"}
+    for seed in (1, 2):
+        settings = {"seed": seed, "start_from": f"runs/base/seed{seed}/model.safetensors"}
+        common_settings = settings_but_seed(settings, START)
+        assert common_settings == {"start_from": "base", "sources.mine.py": "abc"}
 
 
 def test_settings_of_toys_have_no_code_but_what_came_from_python() -> None:

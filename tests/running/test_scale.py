@@ -1,5 +1,5 @@
-"""Size: many clients cost no memory but their part of the split, and a long run holds no more than
-a short one.
+"""Memory: a client costs no memory but its part of the split, and a long run needs no more than a
+short one.
 """
 
 from __future__ import annotations
@@ -39,140 +39,134 @@ def many(clients: int, **changes: Any) -> Experiment:
 
 
 def live_bytes() -> int:
-    """The bytes of all tensors that are alive, each storage once; those that an export traced with
-    have none.
-    """
+    """The bytes of all dense tensors, each storage once. Fake tensors of an export have none."""
     storages = {}
     for thing in gc.get_objects():
-        kind = type(thing)  # an isinstance would wake objects that warn
-        if (
-            issubclass(kind, torch.Tensor)
-            and not issubclass(kind, FakeTensor)
-            and not thing.is_sparse
-        ):
+        kind = type(thing)  # isinstance would make some objects warn
+        is_tensor = issubclass(kind, torch.Tensor) and not issubclass(kind, FakeTensor)
+        if is_tensor and not thing.is_sparse:
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
-class Looking(Quiet):
-    """Calls something after each round."""
+class ValueByRound(Quiet):
+    """Calls a function after each round and stores its values."""
 
     def __init__(self, look: Callable[[], int]) -> None:
         self.look = look
-        self.seen: list[int] = []
+        self.values: list[int] = []
 
     def round(self, event: Mapping[str, Any], rounds: int) -> None:
-        self.seen.append(self.look())
+        self.values.append(self.look())
 
 
 @pytest.mark.parametrize("engine", ["pooled", "vectorised"])
 def test_ten_thousand_clients_hold_no_more_than_their_data(engine: str, tmp_path: Path) -> None:
+    """Neither a model for each client, nor one for each of the 100 clients that act."""
     data = toys.blobs(size=20_000)
-    model = 4 * (16 * 8 + 8 + 8 * 5 + 5)
+    hidden_layer = 16 * 8 + 8
+    head = 8 * 5 + 5
+    model_bytes = 4 * (hidden_layer + head)
     gc.collect()
-    before, watch = live_bytes(), Looking(live_bytes)
+    bytes_at_start = live_bytes()
+    watch = ValueByRound(live_bytes)
     run(many(10_000, engine=engine), tmp_path / "run", data=data, watch=watch)
-    positions = 8 * 20_000
-    grown = max(watch.seen) - before
-    assert grown < positions + 20 * model + 10_000, (
-        "not one model for each of the 100 that act, let alone all"
-    )
-    acted = {
-        e["client"] for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "client"
-    }
-    assert SAMPLED < len(acted) <= 2 * SAMPLED
+
+    position_bytes = 8 * 20_000
+    assert max(watch.values) - bytes_at_start < position_bytes + 20 * model_bytes + 10_000
+    events = read_journal(tmp_path / "run/journal.jsonl")
+    active_clients = {event["client"] for event in events if event["event"] == "client"}
+    assert SAMPLED < len(active_clients) <= 2 * SAMPLED
     assert 0 < len(list((tmp_path / "run/memory").iterdir())) <= 2 * SAMPLED
 
 
-def traced(clients: int, folder: Path) -> int:
+def traced_peak(clients: int, folder: Path) -> int:
     """The most bytes that Python objects and NumPy arrays had in a run in which two clients of many
     act.
     """
     data = toys.blobs(size=2 * clients)
+    experiment = many(clients, rounds=1, topology={"clients": clients, "sampled": 2})
     tracemalloc.start()
     try:
-        run(many(clients, rounds=1, topology={"clients": clients, "sampled": 2}), folder, data=data)
+        run(experiment, folder, data=data)
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
 
 
-def test_nothing_is_made_for_a_client_before_it_acts(tmp_path: Path) -> None:
-    """Each client more costs its two positions and labels in a few arrays, and its end; an object
-    would be 64 bytes.
+def test_no_object_is_created_for_a_client_before_it_acts(tmp_path: Path) -> None:
+    """A further client costs its two positions and labels in a few arrays, and its end; an object
+    would add 64 bytes.
     """
-    traced(100, tmp_path / "first")  # what is made once
-    few, lots = (traced(clients, tmp_path / str(clients)) for clients in (10_000, 30_000))
-    assert (lots - few) / 20_000 < 180
-    journals = [
-        (tmp_path / f"{clients}/journal.jsonl").stat().st_size for clients in (10_000, 30_000)
-    ]
-    assert journals[1] < journals[0] + 1000
+    traced_peak(100, tmp_path / "first")  # creates what is created once in a process
+    peak_of_10_000 = traced_peak(10_000, tmp_path / "10000")
+    peak_of_30_000 = traced_peak(30_000, tmp_path / "30000")
+    assert (peak_of_30_000 - peak_of_10_000) / 20_000 < 180
+
+    journal_of_10_000 = (tmp_path / "10000/journal.jsonl").stat().st_size
+    journal_of_30_000 = (tmp_path / "30000/journal.jsonl").stat().st_size
+    assert journal_of_30_000 < journal_of_10_000 + 1000
 
 
 def _peak(clients: int, pipe: Any) -> None:
+    """Send the largest resident set of a run."""
     import resource
 
     torch.set_num_threads(1)
+    experiment = many(clients, model={"name": "mlp", "hidden": (512,)})
     with tempfile.TemporaryDirectory() as folder:
-        run(
-            many(clients, model={"name": "mlp", "hidden": (512,)}),
-            Path(folder) / "run",
-            data=toys.blobs(size=20_000),
-        )
+        run(experiment, Path(folder) / "run", data=toys.blobs(size=20_000))
     pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 @pytest.mark.slow
 def test_the_resident_set_does_not_grow_with_clients() -> None:
-    peaks = [_elsewhere(_peak, clients)[-1] for clients in (200, 10_000)]
-    assert peaks[1] - peaks[0] < 40e6, "10,000 models of 46 kB would be 460 MB"
+    (peak_of_200,) = _numbers_of_process(_peak, 200)
+    (peak_of_10_000,) = _numbers_of_process(_peak, 10_000)
+    assert peak_of_10_000 - peak_of_200 < 40e6, "10,000 models of 46 kB would be 460 MB"
 
 
 def _resident() -> int:
+    """The bytes of this process that are in memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _long(engine: str, pipe: Any) -> None:
+    """Send the resident set after each of a thousand rounds."""
     torch.set_num_threads(1)
-    watch = Looking(_resident)
+    watch = ValueByRound(_resident)
+    experiment = many(20, engine=engine, rounds=1000, topology={"clients": 20, "sampled": 4})
     with tempfile.TemporaryDirectory() as folder:
-        small = {"clients": 20, "sampled": 4}
-        run(
-            many(20, engine=engine, rounds=1000, topology=small),
-            Path(folder) / "run",
-            data=toys.blobs(),
-            watch=watch,
-        )
-    for seen in watch.seen:
-        pipe.send(seen)
+        run(experiment, Path(folder) / "run", data=toys.blobs(), watch=watch)
+    for resident in watch.values:
+        pipe.send(resident)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
 @pytest.mark.parametrize("engine", ["pooled", "vectorised"])
 def test_a_thousand_rounds_leak_nothing(engine: str) -> None:
-    resident = _elsewhere(_long, engine)
+    resident = _numbers_of_process(_long, engine)
     assert len(resident) == 1000
-    assert resident[-1] < 1.01 * resident[99], (
-        f"{resident[99]:,} bytes after 100 rounds, {resident[-1]:,} after 1,000"
-    )
+    after_100_rounds = resident[99]
+    after_1000_rounds = resident[999]
+    assert after_1000_rounds < 1.01 * after_100_rounds
 
 
-def _elsewhere(target: Callable[..., None], *given: Any) -> list[int]:
-    """What a fresh process sends."""
+def _numbers_of_process(target: Callable[..., None], *arguments: Any) -> list[int]:
+    """The numbers that a function sends from a new process."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=target, args=(*given, theirs))
+    process = context.Process(target=target, args=(*arguments, theirs))
     process.start()
     theirs.close()
-    found = []
+    numbers = []
     try:
         while True:
-            found.append(ours.recv())
+            numbers.append(ours.recv())
     except EOFError:
         process.join()
     assert process.exitcode == 0
-    return found
+    return numbers
