@@ -214,7 +214,7 @@ def test_two_rounds_are_those_of_the_algorithm_written_out(name: str, weights: o
         else:
             sent = [fed.fit(params, loss(c), round, c) for c in fed.cohort(round)]
             params = plain.average(sent)
-    plain.check(plain.drive(prepared)[0][-1].params, params)
+    plain.assert_same_model(plain.drive(prepared).params, params)
 
 
 def test_balanced_weights_have_mean_one_over_the_examples() -> None:

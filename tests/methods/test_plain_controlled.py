@@ -4,22 +4,31 @@ each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 import torch
 from plain import (
+    PLAN,
+    ClientResult,
     Federation,
+    Loss,
     Params,
-    Sent,
+    assert_same_model,
+    assert_unlike_fedavg,
     average,
     ce,
-    check,
-    check_matters,
+    direction,
     drive,
     minus,
+    plus,
     ready_for,
+    scaled,
+    squared_distance,
+    weighted_mean,
+    zeros,
 )
 from torch import Tensor, nn
 
@@ -28,52 +37,69 @@ from fedstill.core.records import Payload, Reply
 MOMENTA = pytest.mark.parametrize("momentum", [0.0, 0.9])
 
 
-def zeros(params: Params) -> Params:
-    return {k: torch.zeros_like(v) for k, v in params.items()}
+# FedNova.
 
 
-def plus(*terms: Mapping[str, Tensor]) -> Params:
-    return {k: sum(t[k] for t in terms) for k in terms[0]}
+def nova_step(
+    params: Params, results: Sequence[ClientResult], weights: Sequence[float], lr: float
+) -> Params:
+    """The server's step: along the mean of the clients' mean gradients, as far as the mean number
+    of their effective steps.
+    """
+    mean_gradients = [direction(params, r.params, lr, r.effective_steps) for r in results]
+    shares = [weight / sum(weights) for weight in weights]
+    steps = sum(
+        share * result.effective_steps for share, result in zip(shares, results, strict=True)
+    )
+    return minus(params, scaled(lr * steps, weighted_mean(mean_gradients, shares)))
 
 
-def direction(start: Params, sent: Sent, lr: float, by: float) -> Params:
-    return minus(start, sent.params, 1 / (lr * by))
+def nova(fed: Federation, rounds: int, ccvr: str, uniform: bool) -> Params:
+    """FedNova, with the variance reduction of the authors' code (``repo``), of the paper (``full``)
+    or without any (``off``).
+    """
+    params = fed.start
+    global_direction = zeros(params)
+    directions: dict[int, Params] = {}
+    all_examples = sum(fed.size(client) for client in fed.clients)
+    for round_index in range(1, rounds + 1):
+        results = []
+        for client in fed.cohort(round_index):
+            correction = None
+            if ccvr != "off":
+                correction = minus(global_direction, directions.get(client, zeros(params)))
+            results.append(fed.fit(params, ce, round_index, client, correction=correction))
 
-
-def nova(fed: Federation, rounds: int, ccvr: str, momentum: float, uniform: bool) -> Params:
-    params, everybody = fed.start, zeros(fed.start)
-    own: dict[int, Params] = {}
-    total = sum(len(fed.data(c)[1]) for c in range(6))
-    for round in range(1, rounds + 1):
-        sent = []
-        for c in fed.cohort(round):
-            shift = None if ccvr == "off" else minus(everybody, own.get(c, zeros(params)))
-            sent.append(fed.fit(params, ce, round, c, shift, momentum))
-        weights = [1 if uniform else s.examples for s in sent]
-        p = [w / sum(weights) for w in weights]
-        tau = sum(pi * s.reach for pi, s in zip(p, sent, strict=True))
-        mean = plus(*(minus(params, s.params, pi / s.reach) for pi, s in zip(p, sent, strict=True)))
-        for s in sent:
-            own[s.client] = direction(params, s, fed.lr(round), s.reach)
+        lr = fed.lr(round_index)
+        for result in results:
+            directions[result.client] = direction(params, result.params, lr, result.effective_steps)
         if ccvr == "full":
-            keep = 1 - sum(s.examples for s in sent) / total
-            each = [{k: s.examples / total * v for k, v in own[s.client].items()} for s in sent]
-            everybody = plus({k: keep * v for k, v in everybody.items()}, *each)
-        params = {k: params[k] - tau * mean[k] for k in params}
+            shares = [result.examples / all_examples for result in results]
+            terms = [scaled(1 - sum(shares), global_direction)]
+            for share, result in zip(shares, results, strict=True):
+                terms.append(scaled(share, directions[result.client]))
+            global_direction = plus(*terms)
+
+        weights = [result.examples for result in results]
+        if uniform:
+            weights = [1] * len(results)
+        params = nova_step(params, results, weights, lr)
     return params
 
 
 @MOMENTA
 @pytest.mark.parametrize("ccvr", ["off", "repo", "full"])
 def test_fednova(ccvr: str, momentum: float) -> None:
-    ready = ready_for(
-        {"name": "fednova", "ccvr": ccvr}, rounds=3, plan={"momentum": momentum, "lr": 0.1}
-    )
-    fed = Federation(ready)
-    assert set(fed.cohort(1)) & set(fed.cohort(2)) & set(fed.cohort(3)), "a client must come back"
-    ours = drive(ready)[0][-1].params
-    check(ours, nova(fed, 3, ccvr, momentum, uniform=False))
-    check_matters(ours, ready, rounds=3)
+    """Clients that take more steps move the model no further."""
+    ready = ready_for({"name": "fednova", "ccvr": ccvr}, rounds=3, plan={"momentum": momentum})
+    fed = Federation(ready, plan={**PLAN, "momentum": momentum})
+    cohorts = [set(fed.cohort(round_index)) for round_index in (1, 2, 3)]
+    assert set.intersection(*cohorts), "a client must come back"
+
+    ours = drive(ready).params
+
+    assert_same_model(ours, nova(fed, 3, ccvr, uniform=False))
+    assert_unlike_fedavg(ours, ready, rounds=3)
 
 
 def test_fednovas_global_direction_is_the_mean_of_all_clients_that_take_part() -> None:
@@ -81,83 +107,123 @@ def test_fednovas_global_direction_is_the_mean_of_all_clients_that_take_part() -
     ready = ready_for(
         {"name": "fednova", "ccvr": "full"}, topology={"clients": 6}, plan={"validation": 0.3}
     )
-    states, memory = drive(ready)
-    counts = states[-1].extra.tensor("labels").sum(1).double()
-    shares = (counts / counts.sum()).tolist()
-    own = [memory.load(client).tensors("direction") for client in range(6)]
-    each = [{k: p * v for k, v in d.items()} for p, d in zip(shares, own, strict=True)]
-    check(states[-1].extra.tensors("direction"), plus(*each))
+
+    run = drive(ready)
+
+    counts = run.final.extra.tensor("labels").sum(1).tolist()
+    directions = [run.remembered(client).tensors("direction") for client in range(6)]
+    expected = weighted_mean(directions, counts)
+    assert_same_model(run.final.extra.tensors("direction"), expected)
 
 
 @pytest.mark.parametrize("answered", [0, 1, 5])
 def test_fednovas_global_direction_without_the_census_of_some_clients(answered: int) -> None:
     ready = ready_for({"name": "fednova", "ccvr": "full"}, topology={"clients": 6})
-    method, world = ready.settings.method, ready.world
-    state = drive(ready)[0][-1]
+    method = ready.settings.method
+    world = ready.world
+    state = drive(ready).final
     labels = state.extra.tensor("labels").clone()
     labels[answered:] = 0
     unmoved = Payload(params=state.params, steps=1.0)
     replies = [Reply(client, unmoved, 10) for client in range(6)]
     stage = ready.settings.schedule(2, world)[-1]
 
-    after = method.aggregate(state.next(labels=labels), replies, stage, world)
+    next_state = method.aggregate(state.next(labels=labels), replies, stage, world)
 
-    before = state.extra.tensors("direction")
+    expected = state.extra.tensors("direction")
     if answered:  # all counted clients report a direction of zero
-        before = zeros(before)
-    check(after.extra.tensors("direction"), before)
+        expected = zeros(expected)
+    assert_same_model(next_state.extra.tensors("direction"), expected)
 
 
 def test_fednova_uniform() -> None:
     ready = ready_for({"name": "fednova", "aggregation": "uniform"})
-    check(drive(ready)[0][-1].params, nova(Federation(ready), 2, "off", 0.9, uniform=True))
+
+    ours = drive(ready).params
+
+    assert_same_model(ours, nova(Federation(ready), 2, "off", uniform=True))
 
 
-def scaffold(
-    fed: Federation, rounds: int, divide_by: str, momentum: float
-) -> tuple[Params, Params, dict[int, Params]]:
-    params, c = fed.start, zeros(fed.start)
-    own: dict[int, Params] = {}
-    for round in range(1, rounds + 1):
-        sent, changes = [], []
-        for k in fed.cohort(round):
-            mine = own.get(k, zeros(params))
-            done = fed.fit(params, ce, round, k, minus(c, mine), momentum)
-            by = done.steps if divide_by == "steps" else done.reach
-            own[k] = plus(minus(mine, c), direction(params, done, fed.lr(round), by))
-            changes.append(minus(own[k], mine))
-            sent.append(done)
-        params = average(sent)
-        c = {k: c[k] + sum(ch[k] for ch in changes) / 6 for k in c}
-    return params, c, own
+# SCAFFOLD.
+
+
+@dataclass(frozen=True)
+class Controlled:
+    """What SCAFFOLD ends with."""
+
+    params: Params
+    control: Params
+    client_controls: Mapping[int, Params]
+
+
+def scaffold(fed: Federation, rounds: int, divide_by: str) -> Controlled:
+    """SCAFFOLD; a client's control is its mean gradient over its steps or its effective steps."""
+    params = fed.start
+    control = zeros(params)
+    client_controls: dict[int, Params] = {}
+    for round_index in range(1, rounds + 1):
+        results = []
+        changes = []
+        for client in fed.cohort(round_index):
+            old = client_controls.get(client, zeros(params))
+            correction = minus(control, old)
+            result = fed.fit(params, ce, round_index, client, correction=correction)
+            steps = result.effective_steps
+            if divide_by == "steps":
+                steps = result.steps
+            gradient = direction(params, result.params, fed.lr(round_index), steps)
+            client_controls[client] = minus(gradient, correction)
+            changes.append(minus(client_controls[client], old))
+            results.append(result)
+        params = average(results)
+        control = plus(control, scaled(1 / 6, plus(*changes)))
+    return Controlled(params, control, client_controls)
 
 
 @MOMENTA
 @pytest.mark.parametrize("divide_by", ["effective_steps", "steps"])
 def test_scaffold(divide_by: str, momentum: float) -> None:
-    fields = {"name": "scaffold", "divide_by": divide_by}
-    ready = ready_for(fields, rounds=3, plan={"momentum": momentum, "lr": 0.02})
-    fed = Federation(ready)
-    fed.lr = lambda round: 0.02 * 0.9 ** (round - 1)  # type: ignore[method-assign]
-    states, memory = drive(ready)
-    params, c, own = scaffold(fed, 3, divide_by, momentum)
-    check(states[-1].params, params)
-    check(states[-1].extra.tensors("control"), c)
-    for k, mine in own.items():
-        check(memory.load(k).tensors("control"), mine)
+    """Clients correct their gradients by the difference of the controls."""
+    plan = {"momentum": momentum, "lr": 0.02}
+    ready = ready_for({"name": "scaffold", "divide_by": divide_by}, rounds=3, plan=plan)
+
+    run = drive(ready)
+
+    expected = scaffold(Federation(ready, plan={**PLAN, **plan}), 3, divide_by)
+    assert_same_model(run.params, expected.params)
+    assert_same_model(run.final.extra.tensors("control"), expected.control)
+    for client, control in expected.client_controls.items():
+        assert_same_model(run.remembered(client).tensors("control"), control)
+
+
+# FedAvgM and FedDyn.
 
 
 def test_fedavgm() -> None:
+    """The server's step has momentum."""
     ready = ready_for({"name": "fedavgm", "momentum": 0.7, "server_lr": 0.8}, rounds=3)
     fed = Federation(ready)
-    params, v = fed.start, zeros(fed.start)
-    for round in (1, 2, 3):
-        mean = average([fed.fit(params, ce, round, c) for c in fed.cohort(round)])
-        v = {k: 0.7 * v[k] + (params[k] - mean[k]) for k in v}
-        params = {k: params[k] - 0.8 * v[k] for k in v}
-    ours = drive(ready)[0][-1].params
-    check(ours, params)
-    check_matters(ours, ready, rounds=3)
+    params = fed.start
+    velocity = zeros(params)
+    for round_index in (1, 2, 3):
+        mean = average(fed.fit_cohort(params, ce, round_index))
+        velocity = plus(scaled(0.7, velocity), minus(params, mean))
+        params = minus(params, scaled(0.8, velocity))
+
+    ours = drive(ready).params
+
+    assert_same_model(ours, params)
+    assert_unlike_fedavg(ours, ready, rounds=3)
+
+
+def dynamically_regularised(start: Params, gradient: Params, alpha: float) -> Loss:
+    """FedDyn's objective: near the model received, along the client's gradient."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        linear = sum((gradient[name] * value).sum() for name, value in model.named_parameters())
+        return ce(model, x, y) - linear + alpha / 2 * squared_distance(model, start)
+
+    return loss
 
 
 @pytest.mark.parametrize("aggregation", ["uniform", "examples"])
@@ -165,30 +231,28 @@ def test_feddyn(aggregation: str) -> None:
     alpha = 0.5
     ready = ready_for({"name": "feddyn", "alpha": alpha, "aggregation": aggregation}, rounds=3)
     fed = Federation(ready)
-    params, h = fed.start, zeros(fed.start)
-    own: dict[int, Params] = {}
-    for round in (1, 2, 3):
-        sent = []
-        for c in fed.cohort(round):
-            g, start = own.get(c, zeros(params)), params
+    params = fed.start
+    h = zeros(params)
+    gradients = {client: zeros(params) for client in fed.clients}
+    for round_index in (1, 2, 3):
+        results = []
+        for client in fed.cohort(round_index):
+            loss = dynamically_regularised(params, gradients[client], alpha)
+            result = fed.fit(params, loss, round_index, client)
+            change = minus(result.params, params)
+            gradients[client] = minus(gradients[client], scaled(alpha, change))
+            h = minus(h, scaled(alpha / 6, change))
+            results.append(result)
+        mean = average(results, uniform=aggregation == "uniform")
+        params = minus(mean, scaled(1 / alpha, h))
 
-            def loss(
-                model: nn.Module, x: Tensor, y: Tensor, g: Params = g, start: Params = start
-            ) -> Tensor:
-                now = dict(model.named_parameters())
-                linear = sum((g[k] * now[k]).sum() for k in now)
-                far = sum(((now[k] - start[k]) ** 2).sum() for k in now)
-                return ce(model, x, y) - linear + alpha / 2 * far
+    ours = drive(ready).params
 
-            done = fed.fit(params, loss, round, c)
-            own[c] = {k: g[k] - alpha * (done.params[k] - params[k]) for k in g}
-            sent.append(done)
-        h = {k: h[k] - alpha / 6 * sum(s.params[k] - params[k] for s in sent) for k in h}
-        mean = average(sent, uniform=aggregation == "uniform")
-        params = {k: mean[k] - h[k] / alpha for k in mean}
-    ours = drive(ready)[0][-1].params
-    check(ours, params)
-    check_matters(ours, ready, rounds=3)
+    assert_same_model(ours, params)
+    assert_unlike_fedavg(ours, ready, rounds=3)
+
+
+# Running statistics of normalisation.
 
 
 @pytest.mark.parametrize(
@@ -206,18 +270,17 @@ def test_feddyn(aggregation: str) -> None:
     ids=str,
 )
 def test_buffers_are_averaged_and_counters_stay_integers(method: object) -> None:
-    """Of the sampled clients' running statistics the global ones are the mean, whatever becomes of
-    the weights.
+    """The global statistics are the mean of the sampled clients', whatever becomes of the
+    weights.
     """
-    ready = ready_for(method, model="toy_batchnorm", plan={"lr": 0.02})
-    states, _ = drive(ready)
-    name = "body.1."
+    counter = "body.1.num_batches_tracked"
+
+    states = drive(ready_for(method, model="toy_batchnorm", plan={"lr": 0.02})).states
+
     for before, after in pairwise(states):
-        assert after.params[name + "num_batches_tracked"].dtype == torch.int64
-        assert (
-            after.params[name + "num_batches_tracked"] > before.params[name + "num_batches_tracked"]
-        )
-        assert bool((after.params[name + "running_var"] > 0).all())
+        assert after.params[counter].dtype == torch.int64
+        assert after.params[counter] > before.params[counter]
+        assert bool((after.params["body.1.running_var"] > 0).all())
 
 
 @pytest.mark.parametrize(
@@ -228,18 +291,31 @@ def test_a_fold_averages_buffers_and_moves_them_no_further(name: str) -> None:
     negative.
     """
     ready = ready_for(name, model="toy_batchnorm")
-    method, world = ready.settings.method, ready.world
+    method = ready.settings.method
+    world = ready.world
     stage = ready.settings.schedule(1, world)[0]
-    state, key = method.initial_state(world), "body.1.running_var"
-    replies = []
-    for client, examples, value in ((stage.clients[0], 1, 0.1), (stage.clients[1], 3, 0.4)):
-        expected = method.expected_reply(client, stage, world)
-        params = {**expected.params, key: torch.full((4,), value).double()}
-        up = Payload(
-            {**expected, "params": params, **({"steps": 1.0} if name == "fednova" else {})}
-        )
-        replies.append(Reply(client, up, examples))
+    variance = "body.1.running_var"
+
+    def reply(client: int, examples: int, value: float) -> Reply:
+        content = dict(method.expected_reply(client, stage, world))
+        content["params"] = {
+            **content["params"],
+            variance: torch.full((4,), value, dtype=torch.float64),
+        }
+        if name == "fednova":
+            content["steps"] = 1.0
+        return Reply(client, Payload(content), examples)
+
+    replies = [
+        reply(stage.clients[0], examples=1, value=0.1),
+        reply(stage.clients[1], examples=3, value=0.4),
+    ]
+    state = method.initial_state(world)
     for _ in range(3):
         state = method.aggregate(state, replies, stage, world)
-    mean = 0.25 if name == "feddyn" else 0.325
-    torch.testing.assert_close(state.params[key], torch.full((4,), mean).double())
+
+    mean = 0.325
+    if name == "feddyn":  # its mean is uniform
+        mean = 0.25
+    expected = torch.full((4,), mean, dtype=torch.float64)
+    torch.testing.assert_close(state.params[variance], expected)

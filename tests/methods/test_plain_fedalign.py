@@ -1,17 +1,28 @@
-"""FedAlign against a plain implementation, and the slim passes it needs."""
+"""FedAlign against a plain implementation, and the slim passes that it needs."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from plain import Federation, average, check, drive, ready_for
+from plain import (
+    PLAN,
+    Federation,
+    Loss,
+    assert_same_model,
+    average,
+    drive,
+    largest_gap,
+    ready_for,
+    run_of,
+)
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from double import NEAR
+from double import NEAR, widened
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.trees import floats
 from fedstill.methods.fedalign import steepness
 from fedstill.models import contract, resnet
 
@@ -19,123 +30,146 @@ MU = 0.45
 
 
 def narrow_stage(model: nn.Module, x: Tensor, norm: str) -> Tensor:
-    """A block of a quarter of the widths, on the corner of each weight of the whole one."""
-    small = resnet.SlimStage(resnet.bottleneck(16, 8, 2, norm)).double().train()  # type: ignore[arg-type]
-    whole = dict(model.get_submodule("body.stage2").named_parameters())
-    corner = {k: whole[k][tuple(slice(n) for n in p.shape)] for k, p in small.named_parameters()}
-    return functional_call(small, corner, (x,))
+    """The last stage at a quarter of its widths: the corner of each of its weights."""
+    narrow = resnet.SlimStage(resnet.bottleneck(16, 8, 2, norm)).double().train()  # type: ignore[arg-type]
+    wide_weights = dict(model.get_submodule("body.stage2").named_parameters())
+    weights = {}
+    for name, weight in narrow.named_parameters():
+        corner = tuple(slice(size) for size in weight.shape)
+        weights[name] = wide_weights[name][corner]
+    return functional_call(narrow, weights, (x,))
 
 
-def largest(a: Tensor, b: Tensor) -> Tensor:
-    """Ten steps of the power method on TM TM^T of one example, from ones; a (D, h, w) is pooled
-    already.
+def largest_singular_value(a: Tensor, b: Tensor) -> Tensor:
+    """Ten steps of the power method, from ones, on the transition matrix between one example's
+    feature maps.
     """
-    tm = a.flatten(1) @ b.flatten(1).T / a.flatten(1).shape[1]
-    v = torch.ones_like(tm[:, 0])
+    matrix = a.flatten(1) @ b.flatten(1).T / a.flatten(1).shape[1]
+    v = torch.ones_like(matrix[:, 0])
     for _ in range(10):
-        u = tm @ (tm.T @ v)
+        u = matrix @ (matrix.T @ v)
         v = u / u.norm()
     return u.norm().sqrt()
 
 
-def aligned(norm: str):
+def singular_values(inputs: Tensor, outputs: Tensor) -> Tensor:
+    """The largest singular value of each example; inputs are pooled to the size of outputs."""
+    pooled = nn.functional.avg_pool2d(inputs, 2)
+    pairs = zip(pooled, outputs, strict=True)
+    return torch.stack([largest_singular_value(a, b) for a, b in pairs])
+
+
+def aligned(norm: str) -> Loss:
+    """Cross-entropy, and the difference of the singular values of the slim stage and the whole
+    one.
+    """
+
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        x2 = model.get_submodule("body.stage1")(model.get_submodule("body.stem")(x))
+        stem = model.get_submodule("body.stem")(x)
+        x2 = model.get_submodule("body.stage1")(stem)
         x3 = model.get_submodule("body.stage2")(x2)
-        ce = nn.functional.cross_entropy(model.get_submodule("head")(x3.mean((2, 3))), y)
-        slim_in = x2[:, :16].detach()
-        slim_out = narrow_stage(model, slim_in, norm)
-        pooled, slim_pooled = (nn.functional.avg_pool2d(v, 2) for v in (x2.detach(), slim_in))
-        s = torch.stack([largest(a, b) for a, b in zip(slim_pooled, slim_out, strict=True)])
-        t = torch.stack([largest(a, b) for a, b in zip(pooled, x3.detach(), strict=True)])
-        lip = ((s - t) ** 2).mean()
-        return ce + MU * (ce.item() / lip.item()) * lip
+        logits = model.get_submodule("head")(x3.mean((2, 3)))
+        ce = nn.functional.cross_entropy(logits, y)
+
+        slim_input = x2[:, :16].detach()
+        slim_values = singular_values(slim_input, narrow_stage(model, slim_input, norm))
+        wide_values = singular_values(x2.detach(), x3.detach())
+        gap = ((slim_values - wide_values) ** 2).mean()
+        return ce + MU * (ce.item() / gap.item()) * gap
 
     return loss
 
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_fedalign(norm: str) -> None:
+    """The slim stage is drawn to be as steep as the whole one."""
     model = {"name": "toy_slim", "norm": norm}
-    short = {"epochs": 1, "lr": 0.02, "clip_norm": 0.0}
-    ready = ready_for("fedalign", model=model, plan=short)
-    fed = Federation(ready)
-    fed.lr = lambda round: 0.02 * 0.9 ** (round - 1)  # type: ignore[method-assign]
-    fed.epochs = 1
+    plan = {"epochs": 1, "lr": 0.02, "clip_norm": 0.0}
+    ready = ready_for("fedalign", model=model, plan=plan)
+    fed = Federation(ready, plan={**PLAN, **plan})
     params = fed.start
-    for round in (1, 2):
-        params = average([fed.fit(params, aligned(norm), round, c) for c in fed.cohort(round)])
-    states, _ = drive(ready)
-    ours = states[-1].params
-    floats = [k for k in params if not k.endswith("num_batches_tracked")]
-    check({k: ours[k] for k in floats}, {k: params[k] for k in floats})
+    for round_index in (1, 2):
+        params = average(fed.fit_cohort(params, aligned(norm), round_index))
+    expected = {
+        name: value for name, value in params.items() if not name.endswith("num_batches_tracked")
+    }
+
+    ours = floats(drive(ready).params)
+
+    assert_same_model(ours, expected)
     if norm == "group":
-        fed_ready = ready_for("fedavg", model=model, plan=short)
-        one = drive(fed_ready)[0][-1].params
-        assert max(float((one[k] - ours[k]).abs().max()) for k in floats) > 1e-3
+        fedavg = run_of("fedavg", model=model, plan=plan).params
+        assert largest_gap(ours, fedavg) > 1e-3
 
 
 def test_steepness_is_the_largest_singular_value() -> None:
     draw = torch.Generator().manual_seed(0)
-    a, b = (
-        torch.rand(3, 6, 4, 4, generator=draw).double(),
-        torch.rand(3, 5, 2, 2, generator=draw).double(),
-    )
-    for i, s in enumerate(steepness(a, b, 40)):
-        pooled = a[i].reshape(6, 2, 2, 2, 2).mean((2, 4)).reshape(6, 4)
-        expected = np.linalg.svd((pooled @ b[i].reshape(5, 4).T / 4).numpy(), compute_uv=False)[0]
-        assert float(s) == pytest.approx(expected, rel=NEAR)
+    a = torch.rand(3, 6, 4, 4, generator=draw).double()
+    b = torch.rand(3, 5, 2, 2, generator=draw).double()
+
+    values = steepness(a, b, 40)
+
+    for inputs, outputs, value in zip(a, b, values, strict=True):
+        pooled = inputs.reshape(6, 2, 2, 2, 2).mean((2, 4)).reshape(6, 4)
+        matrix = (pooled @ outputs.reshape(5, 4).T / 4).numpy()
+        expected = np.linalg.svd(matrix, compute_uv=False)[0]
+        assert float(value) == pytest.approx(expected, rel=NEAR)
 
 
 def test_steepness_of_nothing_is_finite_with_a_finite_gradient() -> None:
-    b = torch.zeros(2, 5, 2, 2, requires_grad=True)
-    s = steepness(torch.ones(2, 6, 4, 4), b, 10)
-    s.sum().backward()
-    assert s.isfinite().all()
-    assert b.grad is not None
-    assert b.grad.isfinite().all()
+    outputs = torch.zeros(2, 5, 2, 2, requires_grad=True)
+
+    values = steepness(torch.ones(2, 6, 4, 4), outputs, 10)
+    values.sum().backward()
+
+    assert values.isfinite().all()
+    assert outputs.grad is not None
+    assert outputs.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["resnet10", "resnet56"])
 @pytest.mark.parametrize("norm", ["group", "batch_stats", "batch"])
 def test_a_residual_network_runs_its_last_stage_at_a_quarter(name: str, norm: str) -> None:
+    """The slim pass changes neither the logits nor the running statistics."""
     spec = contract.spec_for(name, (3, 16, 16), 5, {"norm": norm})
     assert Need.SLIM in contract.capabilities(spec)
-    m, params = contract.module(spec).train(), contract.initial(spec, 0)
-    params = {k: v.double() if v.is_floating_point() else v for k, v in params.items()}
+    network = contract.module(spec).train()
+    params = widened(contract.initial(spec, 0))
     x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)).double()
-    still = {k: v.clone() for k, v in params.items()}
-    logits, whole, slim = resnet.run_slim(m, params, x, 0.25)
-    torch.testing.assert_close(logits, contract.forward(m, still, x), rtol=NEAR, atol=NEAR)
+    forward_params = {key: value.clone() for key, value in params.items()}
+
+    logits, whole, slim = resnet.run_slim(network, params, x, 0.25)
+
+    expected = contract.forward(network, forward_params, x)
+    torch.testing.assert_close(logits, expected, rtol=NEAR, atol=NEAR)
     assert slim.input.shape[1] * 4 == whole.input.shape[1]
     assert slim.output.shape[1] * 4 == whole.output.shape[1]
     assert slim.output.shape[2:] == whole.output.shape[2:]
-    # the slim pass leaves no trace in them
-    for key in (k for k in params if "running" in k or "tracked" in k):
-        assert torch.equal(params[key], still[key])
+    statistics = [key for key in params if "running" in key or "tracked" in key]
+    assert all(torch.equal(params[key], forward_params[key]) for key in statistics)
 
 
 def test_at_full_width_the_slim_layers_are_the_layers() -> None:
     spec = contract.spec_for("toy_slim", (1, 4, 4), 5, {})
-    m = contract.build(spec).double().eval()
-    stage = m.get_submodule("body.stage2")
+    network = contract.build(spec).double().eval()
+    block = network.get_submodule("body.stage2")[0]  # type: ignore[index]
     x = torch.randn(2, 64, 4, 4, generator=torch.Generator().manual_seed(0)).double()
-    block = stage[0]  # type: ignore[index]
+
     torch.testing.assert_close(block.slim(x, 1.0), block(x), rtol=NEAR, atol=NEAR)
-    assert [resnet.slim_width(n, 0.25) for n in (8, 16, 32, 64, 100)] == [8, 8, 8, 16, 24]
+    quarters = [resnet.slim_width(width, 0.25) for width in (8, 16, 32, 64, 100)]
+    assert quarters == [8, 8, 8, 16, 24]
 
 
 @pytest.mark.parametrize("model", ["mlp", "cnn", "toy_batchnorm"])
 def test_a_model_that_cannot_be_slimmed_is_refused_by_name(model: str) -> None:
-    with pytest.raises(
-        IncompatibleMethod,
-        match=rf"fedalign .*{model}.*resnet56",
-    ):
+    with pytest.raises(IncompatibleMethod, match=rf"fedalign .*{model}.*resnet56"):
         ready_for("fedalign", model=model)
 
 
 def test_only_residual_networks_are_slimmable() -> None:
+    """All of these have features and a head."""
     for name in ("resnet10", "resnet56", "cnn", "alexnet", "lenet5", "mlp"):
         spec = contract.spec_for(name, (3, 32, 32), 5)
-        assert (Need.SLIM in contract.capabilities(spec)) == name.startswith("resnet")
-        assert (Need.FEATURES | Need.HEAD) in contract.capabilities(spec)
+        capabilities = contract.capabilities(spec)
+        assert (Need.SLIM in capabilities) == name.startswith("resnet")
+        assert (Need.FEATURES | Need.HEAD) in capabilities

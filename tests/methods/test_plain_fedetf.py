@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plain import Federation, average, check, check_matters, drive, ready_for
+from plain import (
+    Federation,
+    Loss,
+    assert_same_model,
+    assert_unlike_fedavg,
+    at_labels,
+    average,
+    drive,
+    ready_for,
+)
 from torch import Tensor, nn
 
 import toys
@@ -16,43 +25,51 @@ from fedstill.running.preparation import prepare
 CLASSES = toys.CLASSES
 
 
+def balanced_on_simplex(vertices: Tensor, counts: Tensor) -> Loss:
+    """Cross-entropy of cosines with the vertices, in which each class counts by its examples."""
+    weights = counts.clamp(min=1).double()
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        features = model.body(x)
+        directions = features / features.norm(dim=1, keepdim=True)
+        z = model.head.scale * directions @ vertices
+        scores = weights * z.exp()
+        return -(at_labels(scores, y) / scores.sum(1)).log().mean()
+
+    return loss
+
+
 @pytest.mark.parametrize("projection", [0, 6])
 def test_fedetf(projection: int) -> None:
+    """The vertices of the simplex stay."""
     ready = ready_for("fedetf", model={**toys.on_simplex(), "projection": projection})
     fed = Federation(ready)
-    v = fed.net(fed.start).head.vertices
-    server = fed.start
-    for round in (1, 2):
-        sent = []
-        for k in fed.cohort(round):
-            counts = [max(1, int((fed.data(k)[1] == c).sum())) for c in range(CLASSES)]
+    params = fed.start
+    vertices = fed.net(params).head.vertices
+    for round_index in (1, 2):
+        results = []
+        for client in fed.cohort(round_index):
+            loss = balanced_on_simplex(vertices, fed.label_counts(client))
+            results.append(fed.fit(params, loss, round_index, client))
+        params = average(results)
 
-            def loss(model: nn.Module, x: Tensor, y: Tensor, counts: list[int] = counts) -> Tensor:
-                h = model.body(x)
-                z = model.head.scale * torch.stack([(row / row.norm()) @ v for row in h])
-                weighed = torch.tensor(counts, dtype=torch.float64) * z.exp()
-                return -(weighed[range(len(y)), y] / weighed.sum(1)).log().mean()
+    ours = drive(ready).params
 
-            sent.append(fed.fit(server, loss, round, k))
-        server = average(sent)
-    states, _ = drive(ready)
-    check(states[-1].params, server)
-    check_matters(states[-1].params, ready)
-    assert torch.equal(fed.net(dict(states[-1].params)).head.vertices, v)
+    assert_same_model(ours, params)
+    assert_unlike_fedavg(ours, ready)
+    assert torch.equal(fed.net(ours).head.vertices, vertices)
 
 
 def test_equal_counts_are_plain_cross_entropy() -> None:
     z = torch.randn(6, CLASSES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     y = torch.arange(6) % CLASSES
     shift = torch.full((CLASSES,), 7.0, dtype=torch.float64).log()
-    torch.testing.assert_close(
-        adjusted_cross_entropy(z, y, shift=shift), cross_entropy(z, y), rtol=1e-12, atol=1e-12
-    )
+
+    adjusted = adjusted_cross_entropy(z, y, shift=shift)
+
+    torch.testing.assert_close(adjusted, cross_entropy(z, y), rtol=1e-12, atol=1e-12)
 
 
 def test_another_head_is_refused_and_the_refusal_says_what_to_set() -> None:
-    with pytest.raises(
-        IncompatibleMethod,
-        match=r"model\.name = 'etf', and model\.of",
-    ):
+    with pytest.raises(IncompatibleMethod, match=r"model\.name = 'etf', and model\.of"):
         prepare(resolve(toys.toy("fedetf")), toys.blobs())

@@ -3,100 +3,142 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
-import torch
-from plain import Federation, Params, average, ce, check, check_matters, drive, ready_for
+from plain import (
+    Federation,
+    Loss,
+    Params,
+    assert_same_model,
+    assert_unlike_fedavg,
+    average,
+    ce,
+    drive,
+    kl,
+    ready_for,
+    run_of,
+    weighted_mean,
+)
 from torch import Tensor, nn
 
 import toys
 from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.trees import same_bits
 from fedstill.running.runner import run
 
 PUBLIC = {"data": {"public": toys.PUBLIC}}
+ROUNDS = 4
+WEIGHT = 0.7
+TEMPERATURE = 2.0
+VOTE_TEMPERATURE = 0.3
+FIELDS = {"weight": WEIGHT, "temperature": TEMPERATURE}
 
 
-def divergence(
-    model: nn.Module, teachers: list[nn.Module], votes: list[float], x: Tensor, tau: float
-) -> Tensor:
-    far = torch.zeros((), dtype=torch.float64)
-    for teacher, vote in zip(teachers, votes, strict=True):
-        p = (teacher(x).detach() / tau).softmax(1)
-        far = far + vote * tau**2 * (p * (p.log() - (model(x) / tau).log_softmax(1))).sum(1).mean()
-    return far
+@dataclass(frozen=True)
+class Teacher:
+    """A network that clients learn from, and its share of the distillation."""
+
+    network: nn.Module
+    vote: float
 
 
-def plain_run(
-    fed: Federation, rounds: int, models: int, weight: float, tau: float, vote: float = 0.0
-) -> list[Params]:
-    """The server's models; with ``vote``, its temperature, each teacher speaks for itself."""
-    made = [fed.start]
-    for round in range(1, rounds + 1):
-        window = made[1:][-models:]  # averaged models only
-        if vote:
-            public = fed.ready.sites.public
-            assert public is not None
-            x, y = fed.inputs(public.values), public_labels(fed)
-            losses = [float(ce(fed.net(p).eval(), x, y).detach()) for p in window]
-            raw = [math.exp(-v / vote) for v in losses]
-            votes, teachers = [v / sum(raw) for v in raw], [fed.net(p).eval() for p in window]
-        elif window:
-            mean = {k: sum(p[k] for p in window) / len(window) for k in window[0]}
-            votes, teachers = [1.0], [fed.net(mean).eval()]
-        else:
-            votes, teachers = [], []
+def distilling_from(teachers: list[Teacher]) -> Loss:
+    """Cross-entropy, and the divergence from each teacher."""
+    tau = TEMPERATURE
 
-        def loss(
-            m: nn.Module, x: Tensor, y: Tensor, teachers: list = teachers, votes: list = votes
-        ) -> Tensor:
-            return ce(m, x, y) + weight * divergence(m, teachers, votes, x, tau)
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        total = ce(model, x, y)
+        for teacher in teachers:
+            p = (teacher.network(x).detach() / tau).softmax(1)
+            q = (model(x) / tau).softmax(1)
+            total = total + WEIGHT * teacher.vote * tau**2 * kl(p, q).mean()
+        return total
 
-        made.append(average([fed.fit(made[-1], loss, round, c) for c in fed.cohort(round)]))
-    return made
+    return loss
+
+
+def mean_teacher(fed: Federation, window: list[Params]) -> list[Teacher]:
+    """FedGKD's teacher: the mean of the last models."""
+    if not window:
+        return []
+    mean = weighted_mean(window, [1] * len(window))
+    return [Teacher(fed.net(mean).eval(), 1.0)]
+
+
+def voting_teachers(fed: Federation, window: list[Params]) -> list[Teacher]:
+    """FedGKD-Vote's teachers: a model weighs more if its loss on public data is small."""
+    public = fed.ready.sites.public
+    assert public is not None
+    inputs = fed.inputs(public.values)
+    labels = public_labels(fed)
+    networks = [fed.net(params).eval() for params in window]
+    losses = [float(ce(network, inputs, labels).detach()) for network in networks]
+    scores = [math.exp(-loss / VOTE_TEMPERATURE) for loss in losses]
+    return [
+        Teacher(network, score / sum(scores))
+        for network, score in zip(networks, scores, strict=True)
+    ]
 
 
 def public_labels(fed: Federation) -> Tensor:
+    """The labels that the server reads in its stage."""
     stage = fed.ready.settings.schedule(1, fed.ready.world)[-1]
     view = fed.ready.sites.view(-1, stage)
     assert view.public is not None
-    assert int(view.public.labels.min()) >= 0, "the server reads them in this stage"
+    assert int(view.public.labels.min()) >= 0
     return view.public.labels
+
+
+def global_models(fed: Federation, window_size: int, *, vote: bool = False) -> list[Params]:
+    """The server's model at first and after each round."""
+    models = [fed.start]
+    for round_index in range(1, ROUNDS + 1):
+        window = models[1:][-window_size:]  # averaged models only
+        teachers = mean_teacher(fed, window)
+        if vote:
+            teachers = voting_teachers(fed, window)
+        models.append(average(fed.fit_cohort(models[-1], distilling_from(teachers), round_index)))
+    return models
 
 
 @pytest.mark.parametrize("models", [1, 2, 5])
 def test_fedgkd(models: int) -> None:
-    ready = ready_for(
-        {"name": "fedgkd", "models": models, "weight": 0.7, "temperature": 2.0}, rounds=4
-    )
-    made = plain_run(Federation(ready), 4, models, 0.7, 2.0)
-    states, _ = drive(ready)
-    for state, params in zip(states, made, strict=True):
-        check(state.params, params)
+    """Clients distil from the mean of the server's last models."""
+    ready = ready_for({"name": "fedgkd", "models": models, **FIELDS}, rounds=ROUNDS)
+    expected = global_models(Federation(ready), models)
+
+    ours = drive(ready)
+
+    for state, params in zip(ours.states, expected, strict=True):
+        assert_same_model(state.params, params)
         assert len(state.extra.many("past")) <= models - 1
-    check_matters(states[-1].params, ready, rounds=4)
+    assert_unlike_fedavg(ours.params, ready, rounds=ROUNDS)
 
 
 @pytest.mark.parametrize("models", [2, 5])
 def test_fedgkd_vote(models: int) -> None:
-    fields = {
+    """Clients distil from each of the server's last models."""
+    method = {
         "name": "fedgkd_vote",
         "models": models,
-        "weight": 0.7,
-        "temperature": 2.0,
-        "vote_temperature": 0.3,
+        "vote_temperature": VOTE_TEMPERATURE,
+        **FIELDS,
     }
-    ready = ready_for(fields, rounds=4, **PUBLIC)
-    made = plain_run(Federation(ready), 4, models, 0.7, 2.0, vote=0.3)
-    states, _ = drive(ready)
-    for state, params in zip(states, made, strict=True):
-        check(state.params, params)
-    votes = states[-1].extra.tensor("votes")
+    ready = ready_for(method, rounds=ROUNDS, **PUBLIC)
+    expected = global_models(Federation(ready), models, vote=True)
+
+    ours = drive(ready)
+
+    for state, params in zip(ours.states, expected, strict=True):
+        assert_same_model(state.params, params)
+    votes = ours.final.extra.tensor("votes")
     assert len(votes) == min(models, 3)
     assert float(votes.max() - votes.min()) > 0.01
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "changes"),
+    ("at_its_edge", "equivalent", "changes"),
     [
         ({"name": "fedgkd", "weight": 0.0}, "fedavg", {}),
         ({"name": "fedgkd_vote", "weight": 0.0}, "fedavg", PUBLIC),
@@ -106,38 +148,34 @@ def test_fedgkd_vote(models: int) -> None:
     ids=str,
 )
 def test_at_its_edge_it_is_another_method_to_the_bit(
-    one: object, other: object, changes: dict[str, object]
+    at_its_edge: object, equivalent: object, changes: dict[str, object]
 ) -> None:
-    ours, theirs = (drive(ready_for(m, rounds=3, **changes))[0][-1].params for m in (one, other))
-    assert all(torch.equal(ours[k], v) for k, v in theirs.items())
+    ours = run_of(at_its_edge, rounds=3, **changes).params
+    expected = run_of(equivalent, rounds=3, **changes).params
+
+    assert same_bits(ours, expected)
 
 
 def test_models_with_equal_losses_have_equal_votes() -> None:
-    ready = ready_for({"name": "fedgkd_vote", "models": 3}, rounds=4, **PUBLIC)
-    method, state = ready.settings.method, drive(ready)[0][3]
-    equal = state.next(groups={f"loss.{r}": 1.7 for r in (2, 3, 4)})
-    assert method.begin_round(equal, [], ready.world).extra.tensor(
-        "votes"
-    ).tolist() == pytest.approx([1 / 3] * 3)
+    ready = ready_for({"name": "fedgkd_vote", "models": 3}, rounds=ROUNDS, **PUBLIC)
+    state = drive(ready).states[3]
+    losses = {f"loss.{round_index}": 1.7 for round_index in (2, 3, 4)}
+
+    with_votes = ready.settings.method.begin_round(state.next(groups=losses), [], ready.world)
+
+    votes = with_votes.extra.tensor("votes").tolist()
+    assert votes == pytest.approx([1 / 3] * 3)
 
 
 def test_the_state_forgets_models_beyond_the_window() -> None:
-    ready = ready_for({"name": "fedgkd", "models": 3}, rounds=6)
-    assert [sorted(s.extra.many("past")) for s in drive(ready)[0]] == [
-        [],
-        [],
-        [2],
-        [2, 3],
-        [3, 4],
-        [4, 5],
-        [5, 6],
-    ]
+    """Before round 1 and after each round, it has these models besides the current one."""
+    states = run_of({"name": "fedgkd", "models": 3}, rounds=6).states
+
+    remembered_rounds = [sorted(state.extra.many("past")) for state in states]
+    assert remembered_rounds == [[], [], [2], [2, 3], [3, 4], [4, 5], [5, 6]]
 
 
 def test_public_data_without_labels_cannot_vote() -> None:
-    bare = {"data": {"public": toys.PUBLIC, "public_labels": False}}
-    with pytest.raises(
-        IncompatibleMethod,
-        match=r"'weigh' of method fedgkd_vote .*public",
-    ):
-        run(toys.toy("fedgkd_vote", **bare), None, data=toys.blobs())
+    toy = toys.toy("fedgkd_vote", data={"public": toys.PUBLIC, "public_labels": False})
+    with pytest.raises(IncompatibleMethod, match=r"'weigh' of method fedgkd_vote .*public"):
+        run(toy, None, data=toys.blobs())

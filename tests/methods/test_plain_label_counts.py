@@ -3,79 +3,136 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from plain import Federation, average, ce, check, check_matters, drive, ready_for
+from plain import (
+    PLAN,
+    Federation,
+    Loss,
+    assert_same_model,
+    assert_unlike_fedavg,
+    at_labels,
+    average,
+    ce,
+    drive,
+    ready_for,
+    run_of,
+    without_label,
+    without_labels,
+)
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 import toys
-from fedstill.core.records import Examples, Payload, Stage
+from fedstill.core.method import ClientWork
+from fedstill.core.records import Examples, Payload, Stage, TrainingStart
+from fedstill.core.trees import same_bits
 
-Objective = Callable[[nn.Module, nn.Module, Tensor, Tensor, list[int]], Tensor]
-
-
-def others_of(row: Tensor, label: int) -> Tensor:
-    return torch.cat([row[:label], row[label + 1 :]])
-
-
-def calibrated(
-    model: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor, counts: list[int]
-) -> Tensor:
-    margins = torch.tensor([0.7 / n**0.25 if n else 70.0 for n in counts], dtype=torch.float64)
-    z = model(x) - margins
-    return -torch.stack(
-        [row[c] - row.exp().sum().log() for row, c in zip(z, y.tolist(), strict=True)]
-    ).mean()
+Objective = Callable[[nn.Module, list[int]], Loss]
+"""A client's loss; it knows the model received and the client's label counts."""
 
 
-def calibrated_as_printed(
-    model: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor, counts: list[int]
-) -> Tensor:
-    margins = torch.tensor([0.7 / n**0.25 if n else 70.0 for n in counts], dtype=torch.float64)
-    z = model(x) - margins
-    each = [
-        row[c] - others_of(row, c).exp().sum().log() for row, c in zip(z, y.tolist(), strict=True)
-    ]
-    return -torch.stack(each).mean()
+# FedLC.
 
 
-def restricted(
-    model: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor, counts: list[int]
-) -> Tensor:
-    scale = torch.tensor([1.0 if n else 0.4 for n in counts], dtype=torch.float64)
-    return nn.functional.nll_loss((model(x) * scale).log_softmax(1), y)
+def margins(counts: list[int]) -> Tensor:
+    """What each class's logit is lowered by: more if the client has few examples of it."""
+    values = torch.full((len(counts),), 70.0, dtype=torch.float64)
+    for c, count in enumerate(counts):
+        if count:
+            values[c] = 0.7 / count**0.25
+    return values
 
 
-def restricted_by_share(
-    model: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor, counts: list[int]
-) -> Tensor:
-    scale = torch.tensor([0.6 * n / max(counts) + 0.4 for n in counts], dtype=torch.float64)
-    return nn.functional.nll_loss((model(x) * scale).log_softmax(1), y)
+def calibrated(received: nn.Module, counts: list[int]) -> Loss:
+    """Cross-entropy of calibrated logits."""
 
-
-def masked(tau: float, beta: float, uniform: bool) -> Objective:
-    def loss(
-        model: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor, counts: list[int]
-    ) -> Tensor:
-        z, t, terms = model(x), teacher(x).detach(), []
-        small = [c for c, n in enumerate(counts) if n <= sum(counts) / len(counts)]
-        for student, guide, label in zip(z / tau, t / tau, y.tolist(), strict=True):
-            kept = [c for c in small if c != label]
-            rest = others_of(student, label).exp().sum().log()
-            total = sum(guide[c].exp() for c in kept)
-            share = {c: 1 / len(kept) if uniform else float(guide[c].exp() / total) for c in kept}
-            divergence = [
-                p * (torch.tensor(p).log() - (student[c] - rest)) for c, p in share.items()
-            ]
-            terms.append(sum(divergence, torch.zeros((), dtype=torch.float64)))
-        return ce(model, x, y) + beta * tau**2 * torch.stack(terms).mean()
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(model(x) - margins(counts), y)
 
     return loss
 
 
-PLAIN: dict[str, tuple[dict[str, object], Objective]] = {
+def calibrated_as_printed(received: nn.Module, counts: list[int]) -> Loss:
+    """The paper's equation, whose denominator leaves out the label."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        z = model(x) - margins(counts)
+        denominator = without_labels(z, y).exp().sum(1)
+        return -(at_labels(z, y) - denominator.log()).mean()
+
+    return loss
+
+
+# FedRS.
+
+
+def restricted(received: nn.Module, counts: list[int]) -> Loss:
+    """The logits of missing classes are scaled by alpha."""
+    factors = torch.full((len(counts),), 0.4, dtype=torch.float64)
+    factors[torch.tensor(counts) > 0] = 1.0
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(model(x) * factors, y)
+
+    return loss
+
+
+def restricted_by_share(received: nn.Module, counts: list[int]) -> Loss:
+    """The fewer examples of a class, the nearer is its factor to alpha."""
+    factors = 0.6 * torch.tensor(counts).double() / max(counts) + 0.4
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(model(x) * factors, y)
+
+    return loss
+
+
+# FedLMD.
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Distillation of the classes that the client has few examples of, but not of the label."""
+
+    uniform: bool
+    """Whether these classes are all alike, without a teacher."""
+    temperature: float = 2.0
+    beta: float = 0.8
+
+    def __call__(self, received: nn.Module, counts: list[int]) -> Loss:
+        mean_count = sum(counts) / len(counts)
+        minority = [c for c, count in enumerate(counts) if count <= mean_count]
+        tau = self.temperature
+
+        def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            z = model(x) / tau
+            t = received(x).detach() / tau
+            divergences = []
+            for student, teacher, label in zip(z, t, y.tolist(), strict=True):
+                classes = [c for c in minority if c != label]
+                divergences.append(self.divergence(student, teacher, label, classes))
+            return ce(model, x, y) + self.beta * tau**2 * torch.stack(divergences).mean()
+
+        return loss
+
+    def divergence(
+        self, student: Tensor, teacher: Tensor, label: int, classes: list[int]
+    ) -> Tensor:
+        """The divergence of one example over these classes; the student's shares are of all classes
+        but the label.
+        """
+        shares = teacher[classes].softmax(0)
+        if self.uniform:
+            shares = torch.full((len(classes),), 1 / max(len(classes), 1), dtype=torch.float64)
+        log_total = without_label(student, label).exp().sum().log()
+        log_shares = student[classes] - log_total
+        return (shares * (shares.log() - log_shares)).sum()
+
+
+OBJECTIVES: dict[str, tuple[dict[str, object], Objective]] = {
     "fedlc": ({"name": "fedlc", "margin": 0.7}, calibrated),
     "fedlc printed": (
         {"name": "fedlc", "margin": 0.7, "denominator": "others"},
@@ -83,73 +140,57 @@ PLAIN: dict[str, tuple[dict[str, object], Objective]] = {
     ),
     "fedrs": ({"name": "fedrs", "alpha": 0.4}, restricted),
     "fedrs by share": ({"name": "fedrs", "alpha": 0.4, "scaling": "share"}, restricted_by_share),
-    "fedlmd": (
-        {"name": "fedlmd", "beta": 0.8, "temperature": 2.0},
-        masked(2.0, 0.8, uniform=False),
-    ),
-    "fedlmd_tf": (
-        {"name": "fedlmd_tf", "beta": 0.8, "temperature": 2.0},
-        masked(2.0, 0.8, uniform=True),
-    ),
+    "fedlmd": ({"name": "fedlmd", "beta": 0.8, "temperature": 2.0}, Masked(uniform=False)),
+    "fedlmd_tf": ({"name": "fedlmd_tf", "beta": 0.8, "temperature": 2.0}, Masked(uniform=True)),
 }
+
 UNEVEN = {"partition": {"kind": "sharding", "shards": 2}, "topology": {"clients": 5, "sampled": 4}}
+"""Each client misses classes."""
 
 
 @pytest.mark.parametrize("split", [{}, UNEVEN], ids=["dirichlet", "missing classes"])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(("method", "objective"), list(OBJECTIVES.values()), ids=list(OBJECTIVES))
 def test_two_rounds_are_those_of_a_plain_implementation(
-    name: str, split: dict[str, object]
+    method: dict[str, object], objective: Objective, split: dict[str, object]
 ) -> None:
-    fields, objective = PLAIN[name]
-    ready = ready_for(fields, plan={"lr": 0.05}, **split)
-    fed = Federation(ready)
-    fed.lr = lambda round: 0.05 * 0.9 ** (round - 1)  # type: ignore[method-assign]
+    ready = ready_for(method, plan={"lr": 0.05}, **split)
+    fed = Federation(ready, plan={**PLAN, "lr": 0.05})
     params = fed.start
-    for round in (1, 2):
-        sent = []
-        for c in fed.cohort(round):
-            teacher, counts = (
-                fed.net(params).eval(),
-                fed.data(c)[1].bincount(minlength=toys.CLASSES).tolist(),
-            )
+    for round_index in (1, 2):
+        received = fed.net(params).eval()
+        results = []
+        for client in fed.cohort(round_index):
+            loss = objective(received, fed.label_counts(client).tolist())
+            results.append(fed.fit(params, loss, round_index, client))
+        params = average(results)
 
-            def loss(
-                m: nn.Module, x: Tensor, y: Tensor, t: nn.Module = teacher, n: list[int] = counts
-            ) -> Tensor:
-                return objective(m, t, x, y, n)
+    ours = drive(ready).params
 
-            sent.append(fed.fit(params, loss, round, c))
-        params = average(sent)
-    ours = drive(ready)[0][-1].params
-    check(ours, params)
+    assert_same_model(ours, params)
     if split:
-        check_matters(ours, ready)
-
-
-EVEN = {"partition": "iid"}
+        assert_unlike_fedavg(ours, ready)
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "changes"),
+    ("method", "changes"),
     [
-        ({"name": "fedlc", "margin": 0.0}, "fedavg", {}),
-        ({"name": "fedrs", "alpha": 1.0}, "fedavg", {}),
-        ({"name": "fedrs", "alpha": 1.0, "scaling": "share"}, "fedavg", UNEVEN),
-        ({"name": "fedlmd", "beta": 0.0}, "fedavg", {}),
-        ({"name": "fedlmd_tf", "beta": 0.0}, "fedavg", {}),
-        ({"name": "fedrs", "alpha": 0.2}, "fedavg", {**EVEN, "topology": {"clients": 2}}),
+        ({"name": "fedlc", "margin": 0.0}, {}),
+        ({"name": "fedrs", "alpha": 1.0}, {}),
+        ({"name": "fedrs", "alpha": 1.0, "scaling": "share"}, UNEVEN),
+        ({"name": "fedlmd", "beta": 0.0}, {}),
+        ({"name": "fedlmd_tf", "beta": 0.0}, {}),
+        ({"name": "fedrs", "alpha": 0.2}, {"partition": "iid", "topology": {"clients": 2}}),
     ],
     ids=str,
 )
-def test_at_its_edge_it_is_another_method_to_the_bit(
-    one: object, other: str, changes: dict[str, object]
+def test_at_its_edge_it_is_federated_averaging_to_the_bit(
+    method: object, changes: dict[str, object]
 ) -> None:
-    ours, theirs = (drive(ready_for(m, **changes))[0][-1].params for m in (one, other))
-    assert all(torch.equal(ours[k], v) for k, v in theirs.items())
+    assert same_bits(run_of(method, **changes).params, run_of("fedavg", **changes).params)
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "same_bits"),
+    ("method", "equivalent", "to_the_bit"),
     [
         ({"name": "fedlc", "margin": 2.0}, "fedavg", False),
         ({"name": "fedrs", "scaling": "share", "alpha": 0.2}, "fedavg", True),
@@ -162,30 +203,51 @@ def test_at_its_edge_it_is_another_method_to_the_bit(
     ids=str,
 )
 def test_of_clients_with_equal_counts_it_is_a_method_without_them(
-    one: object, other: object, same_bits: bool
+    method: object, equivalent: object, to_the_bit: bool
 ) -> None:
-    alike = {"topology": {"clients": 1}}  # one client has 60 examples of each class
-    ours, theirs = (drive(ready_for(m, **alike))[0][-1].params for m in (one, other))
-    check(ours, theirs)
-    assert not same_bits or all(torch.equal(ours[k], v) for k, v in theirs.items())
+    """A single client has all examples: equally many of each class."""
+    ours = run_of(method, topology={"clients": 1}).params
+    expected = run_of(equivalent, topology={"clients": 1}).params
+
+    assert_same_model(ours, expected)
+    if to_the_bit:
+        assert same_bits(ours, expected)
 
 
-def begun(fields: dict[str, object], counts: list[int]) -> tuple[object, object]:
-    ready = ready_for(fields)
-    start, stage = ready.world.initial(0), Stage(1, 0, "train", (0,))
+# Single batches.
+
+
+@dataclass(frozen=True)
+class Training:
+    """A client's work, and what its training starts from."""
+
+    work: ClientWork
+    start: TrainingStart
+
+    def loss(self, term: str, z: Tensor, y: Tensor) -> Tensor:
+        """One term of the objective on a batch with these logits, per example."""
+        return self.work.terms(Batch(z, y), self.start)[term]  # type: ignore[arg-type]
+
+
+def training_of(method: dict[str, object], counts: list[int]) -> Training:
+    """The training of a client with these label counts."""
+    ready = ready_for(method)
+    stage = Stage(1, 0, "train", (0,))
     view = ready.sites.view(0, stage)
     labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     data = Examples(torch.zeros(len(labels), *view.data.values.shape[1:]), labels)
     view = replace(view, data=data, counts=torch.tensor(counts))
     work = ready.settings.method.work(stage)
-    return work, work.begin(Payload(params=start), Payload(), view, ready.world)
+    payload = Payload(params=ready.world.initial(0))
+    return Training(work, work.begin(payload, Payload(), view, ready.world))
 
 
+@dataclass(frozen=True)
 class Batch:
     """A batch with given logits."""
 
-    def __init__(self, z: Tensor, y: Tensor) -> None:
-        self.z, self.y = z, y
+    z: Tensor
+    y: Tensor
 
     def logits(self) -> Tensor:
         return self.z
@@ -194,28 +256,39 @@ class Batch:
         return losses
 
 
+def logits_of_four() -> Tensor:
+    """Logits of four examples, with a gradient."""
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(4, toys.CLASSES, dtype=torch.float64, generator=draw).requires_grad_()
+
+
 def test_fedlc_leaves_classes_without_examples_alone_and_a_single_class_has_nothing_to_lose() -> (
     None
 ):
-    z = torch.randn(
-        4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    ).requires_grad_()
-    work, carry = begun({"name": "fedlc"}, [7, 3, 0, 0, 9])
-    loss = work.terms(Batch(z, torch.tensor([0, 1, 4, 4])), carry)["calibrated"]
-    (slope,) = torch.autograd.grad(loss.sum(), z)
-    assert slope[:, [2, 3]].abs().max() < 1e-30
-    assert slope[:, [0, 1, 4]].abs().min() > 1e-6
-    work, carry = begun({"name": "fedlc"}, [0, 8, 0, 0, 0])
-    assert work.terms(Batch(z, torch.tensor([1, 1, 1, 1])), carry)["calibrated"].abs().max() < 1e-12
+    z = logits_of_four()
+
+    training = training_of({"name": "fedlc"}, [7, 3, 0, 0, 9])
+    losses = training.loss("calibrated", z, torch.tensor([0, 1, 4, 4]))
+
+    (gradient,) = torch.autograd.grad(losses.sum(), z)
+    assert gradient[:, [2, 3]].abs().max() < 1e-30
+    assert gradient[:, [0, 1, 4]].abs().min() > 1e-6
+
+    of_one_class = training_of({"name": "fedlc"}, [0, 8, 0, 0, 0])
+    losses = of_one_class.loss("calibrated", z, torch.tensor([1, 1, 1, 1]))
+    assert losses.abs().max() < 1e-12
 
 
 def test_fedrs_takes_alpha_of_the_gradient_of_a_missing_class() -> None:
-    z = torch.randn(
-        4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    ).requires_grad_()
-    y, scale = torch.tensor([0, 1, 4, 4]), torch.tensor([1, 1, 0.3, 0.3, 1]).double()
-    work, carry = begun({"name": "fedrs", "alpha": 0.3}, [7, 3, 0, 0, 9])
-    (slope,) = torch.autograd.grad(work.terms(Batch(z, y), carry)["restricted"].sum(), z)
-    scaled = (z.detach() * scale).requires_grad_()
-    (plain,) = torch.autograd.grad(nn.functional.cross_entropy(scaled, y, reduction="sum"), scaled)
-    torch.testing.assert_close(slope, scale * plain)
+    z = logits_of_four()
+    y = torch.tensor([0, 1, 4, 4])
+
+    training = training_of({"name": "fedrs", "alpha": 0.3}, [7, 3, 0, 0, 9])
+    losses = training.loss("restricted", z, y)
+
+    (gradient,) = torch.autograd.grad(losses.sum(), z)
+    factors = torch.tensor([1, 1, 0.3, 0.3, 1], dtype=torch.float64)
+    scaled_logits = (z.detach() * factors).requires_grad_()
+    plain_loss = cross_entropy(scaled_logits, y, reduction="sum")
+    (plain_gradient,) = torch.autograd.grad(plain_loss, scaled_logits)
+    torch.testing.assert_close(gradient, factors * plain_gradient)

@@ -1,18 +1,19 @@
-"""PFNM against a plain re-derivation: one hidden layer, matched by loops; of several settings the
+"""PFNM against a plain derivation: one hidden layer, matched by loops; of several settings the
 best is taken.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from plain import Federation, check, drive
+from plain import SEED, Federation, Params, all_finite, assert_same_model, drive
+from plain_one_shot import local_models, ready_one_shot
 from scipy.optimize import linear_sum_assignment
-from test_plain_one_shot import ready
-from torch import Tensor
 
 import toys
 from fedstill.core.errors import ConfigError, IncompatibleMethod
@@ -24,155 +25,235 @@ from fedstill.running.model_files import read_model, save_model
 from fedstill.running.preparation import Prepared
 from fedstill.running.runner import run
 
-ONE = {"name": "pfnm", "gamma": [1.0], "variance": [0.5], "prior_variance": [10.0]}
-Params = dict[str, Tensor]
+INPUTS = toys.SIDE**2
+ONE_SETTING = {"name": "pfnm", "gamma": [1.0], "variance": [0.5], "prior_variance": [10.0]}
+PASSES = 5
+
+Unit = tuple[int, int]
+"""A client and a row of its hidden layer."""
 
 
-def local(prepared: Prepared) -> list[Params]:
-    return list(drive(ready("local_only"))[0][-1].extra.many("model").values())
-
-
-def counts_of(prepared: Prepared) -> np.ndarray:
+def label_counts(prepared: Prepared) -> np.ndarray:
+    """The number of examples of each client and class."""
     fed = Federation(prepared)
-    return np.array(
-        [np.bincount(fed.data(c)[1].numpy(), minlength=toys.CLASSES) for c in range(6)], dtype=float
-    )
+    return np.array([fed.label_counts(client).numpy() for client in fed.clients], dtype=float)
 
 
-def matched(
-    models: list[Params], counts: np.ndarray, gamma: float, s2: float, s0: float, passes: int = 5
-) -> Params:
-    """A unit is what comes in, bias, what goes out: that to a class is as precise as the client's
-    share of it.
+@dataclass
+class Gaussian:
+    """A product of Gaussians, by its precision and its mean times the precision."""
+
+    weighted_mean: np.ndarray
+    precision: np.ndarray
+
+
+class Matching:
+    """PFNM's matching of hidden units.
+
+    A unit is a vector of incoming weights, bias and outgoing weights. An outgoing weight to a class
+    is as precise as the client's share of the class's examples.
     """
-    share, n = counts / counts.sum(0), len(models)
-    flat = [{k: v.double().numpy() for k, v in m.items()} for m in models]
-    vectors = [np.c_[m["body.1.weight"], m["body.1.bias"], m["head.weight"].T] for m in flat]
-    precise = [np.r_[np.full(17, 1 / s2), share[j] / s2] for j in range(n)]
-    mean = np.r_[np.zeros(16), 0.1, np.zeros(toys.CLASSES)]
-    groups: list[list[tuple[int, int]]] = []
 
-    def known(group: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        total = mean / s0 + sum(precise[j] * vectors[j][r] for j, r in group)
-        return total, 1 / s0 + sum(precise[j] for j, _ in group)
+    def __init__(
+        self,
+        models: list[Params],
+        counts: np.ndarray,
+        *,
+        gamma: float,
+        variance: float,
+        prior_variance: float,
+    ) -> None:
+        self.models = [{key: value.double().numpy() for key, value in m.items()} for m in models]
+        self.gamma = gamma
+        self.variance = variance
+        self.prior_variance = prior_variance
+        self.shares = counts / counts.sum(0)
+        self.vectors = [
+            np.c_[m["body.1.weight"], m["body.1.bias"], m["head.weight"].T] for m in self.models
+        ]
+        incoming = np.full(INPUTS + 1, 1 / variance)
+        self.precisions = [np.r_[incoming, share / variance] for share in self.shares]
+        self.prior_mean = np.r_[np.zeros(INPUTS), 0.1, np.zeros(toys.CLASSES)]
+        self.groups: list[list[Unit]] = []
+        """The units of all clients; those of a group become one unit of the global model."""
 
-    def worth(j: int, row: int, group: list[tuple[int, int]]) -> float:
-        total, weight = known(group)
-        return float(
-            (
-                (precise[j] * vectors[j][row] + total) ** 2 / (precise[j] + weight)
-                - total**2 / weight
-            ).sum()
-        )
+    def run(self) -> Params:
+        """The global model after all passes."""
+        clients = len(self.models)
+        for client in range(clients):
+            self.join(client)
+        draw = np.random.default_rng(seed_for(SEED, 1, 0, -1, "matching"))
+        for _ in range(PASSES):
+            for client in draw.permutation(clients):
+                self.remove(client)
+                self.join(int(client))
+        return self.global_model()
 
-    def join(j: int) -> None:
-        size = len(vectors[j])
-        scores = np.zeros((size, len(groups) + size))
-        for row in range(size):
-            for g, group in enumerate(groups):
-                scores[row, g] = worth(j, row, group) + math.log(len(group) / (n - len(group)))
-            for k in range(size):
-                scores[row, len(groups) + k] = (
-                    worth(j, row, []) - 2 * math.log(k + 1) + 2 * math.log(gamma / n)
-                )
-        fresh = len(groups)
-        if not groups:
-            groups.extend([(j, row)] for row in range(size))
+    def posterior(self, group: list[Unit]) -> Gaussian:
+        """What the units of a group say about the global unit, and the prior."""
+        weighted_mean = self.prior_mean / self.prior_variance
+        precision = np.full(len(self.prior_mean), 1 / self.prior_variance)
+        for client, row in group:
+            weighted_mean = weighted_mean + self.precisions[client] * self.vectors[client][row]
+            precision = precision + self.precisions[client]
+        return Gaussian(weighted_mean, precision)
+
+    def gain(self, unit: Unit, group: list[Unit]) -> float:
+        """How much likelier a unit is in a group, without constants."""
+        alone = self.posterior(group)
+        joined = self.posterior([*group, unit])
+        gains = joined.weighted_mean**2 / joined.precision
+        gains = gains - alone.weighted_mean**2 / alone.precision
+        return float(gains.sum())
+
+    def join(self, client: int) -> None:
+        """Assign the units of a client to groups or to new ones, at most one to each."""
+        clients = len(self.models)
+        size = len(self.vectors[client])
+        if not self.groups:
+            self.groups = [[(client, row)] for row in range(size)]
             return
-        for row, g in enumerate(linear_sum_assignment(-scores)[1]):
-            if g < fresh:
-                groups[g].append((j, row))
-            else:
-                groups.append([(j, row)])
 
-    for j in range(n):
-        join(j)
-    draw = np.random.default_rng(seed_for(7, 1, 0, -1, "matching"))
-    for _ in range(passes):
-        for j in draw.permutation(n):
-            groups[:] = [left for g in groups if (left := [m for m in g if m[0] != j])]
-            join(int(j))
-    units = np.array([np.divide(*known(g)) for g in groups])
-    head = (0.1 / s0 + sum(share[j] / s2 * flat[j]["head.bias"] for j in range(n))) / (
-        1 / s0 + share.sum(0) / s2
-    )
-    found = {
-        "body.1.weight": units[:, :16],
-        "body.1.bias": units[:, 16],
-        "head.weight": units[:, 17:].T,
-        "head.bias": head,
-    }
-    return {k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in found.items()}
+        old_groups = len(self.groups)
+        scores = np.zeros((size, old_groups + size))
+        for row in range(size):
+            unit = (client, row)
+            for column, group in enumerate(self.groups):
+                popularity = math.log(len(group) / (clients - len(group)))
+                scores[row, column] = self.gain(unit, group) + popularity
+            for new in range(size):
+                novelty = 2 * math.log(self.gamma / clients) - 2 * math.log(new + 1)
+                scores[row, old_groups + new] = self.gain(unit, []) + novelty
+
+        _, columns = linear_sum_assignment(-scores)
+        for row, column in enumerate(columns):
+            if column < old_groups:
+                self.groups[column].append((client, row))
+            else:
+                self.groups.append([(client, row)])
+
+    def remove(self, client: int) -> None:
+        """Take the units of a client out of their groups."""
+        without_client = []
+        for group in self.groups:
+            units = [unit for unit in group if unit[0] != client]
+            if units:
+                without_client.append(units)
+        self.groups = without_client
+
+    def global_model(self) -> Params:
+        """The network of one unit for each group."""
+        posteriors = [self.posterior(group) for group in self.groups]
+        units = np.array([p.weighted_mean / p.precision for p in posteriors])
+
+        bias_precision = 1 / self.prior_variance
+        weighted_bias = 0.1 / self.prior_variance
+        for model, share in zip(self.models, self.shares, strict=True):
+            bias_precision = bias_precision + share / self.variance
+            weighted_bias = weighted_bias + share / self.variance * model["head.bias"]
+
+        arrays = {
+            "body.1.weight": units[:, :INPUTS],
+            "body.1.bias": units[:, INPUTS],
+            "head.weight": units[:, INPUTS + 1 :].T,
+            "head.bias": weighted_bias / bias_precision,
+        }
+        return {
+            name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()
+        }
 
 
 @pytest.mark.parametrize("gamma", [1e-3, 50.0])
 def test_the_model_is_that_of_loops(gamma: float) -> None:
-    prepared = ready({**ONE, "gamma": [gamma]})
-    state = drive(prepared)[0][-1]
-    expected = matched(local(prepared), counts_of(prepared), gamma, 0.5, 10.0)
-    assert len(expected["body.1.bias"]) > 8 or gamma < 1, "it needs more units than a client has"
+    """With a large gamma it needs more units than a client has."""
+    prepared = ready_one_shot({**ONE_SETTING, "gamma": [gamma]})
+    models = list(local_models().values())
+    counts = label_counts(prepared)
+    matching = Matching(models, counts, gamma=gamma, variance=0.5, prior_variance=10.0)
+
+    state = drive(prepared).final
+
+    expected = matching.run()
+    width = len(expected["body.1.bias"])
+    assert width > 8 or gamma < 1
     assert state.model is not None
-    assert state.model.widths == (len(expected["body.1.bias"]),)
-    check(state.params, expected)
+    assert state.model.widths == (width,)
+    assert_same_model(state.params, expected)
 
 
 def test_of_several_settings_the_best_on_the_clients_data_is_taken() -> None:
-    prepared = ready(
-        {"name": "pfnm", "gamma": [1.0, 50.0], "variance": [1.0, 0.1], "prior_variance": [1.0]}
-    )
-    models, counts, fed = local(prepared), counts_of(prepared), Federation(prepared)
-    grid = [matched(models, counts, gamma, s2, 1.0) for gamma in (1.0, 50.0) for s2 in (1.0, 0.1)]
-    x, y = (torch.cat(parts) for parts in zip(*(fed.data(c) for c in range(6)), strict=True))
-    right = []
-    for m in grid:
-        z = (
-            torch.relu(x.flatten(1) @ m["body.1.weight"].T + m["body.1.bias"]) @ m["head.weight"].T
-            + m["head.bias"]
-        )
-        right.append(int((z.argmax(1) == y).sum()))
-    assert len(set(right)) > 1
-    state = drive(prepared)[0][-1]
-    check(state.params, grid[int(np.argmax(right))])
+    method = {
+        "name": "pfnm",
+        "gamma": [1.0, 50.0],
+        "variance": [1.0, 0.1],
+        "prior_variance": [1.0],
+    }
+    prepared = ready_one_shot(method)
+    fed = Federation(prepared)
+    models = list(local_models().values())
+    counts = label_counts(prepared)
+    data = [fed.data(client) for client in fed.clients]
+    inputs = torch.cat([examples.inputs for examples in data]).flatten(1)
+    labels = torch.cat([examples.labels for examples in data])
+
+    state = drive(prepared).final
+
+    candidates = []
+    correct = []
+    for gamma in (1.0, 50.0):
+        for variance in (1.0, 0.1):
+            matching = Matching(models, counts, gamma=gamma, variance=variance, prior_variance=1.0)
+            model = matching.run()
+            hidden = torch.relu(inputs @ model["body.1.weight"].T + model["body.1.bias"])
+            answers = (hidden @ model["head.weight"].T + model["head.bias"]).argmax(1)
+            candidates.append(model)
+            correct.append(int((answers == labels).sum()))
+    assert len(set(correct)) > 1
+    assert_same_model(state.params, candidates[int(np.argmax(correct))])
     assert not state.extra.many("candidate")
 
 
 @pytest.mark.parametrize("changes", [{"model": "toy_slim"}, {"model": "logistic"}], ids=str)
 def test_other_networks_keep_their_widths(changes: dict[str, object]) -> None:
-    state = drive(ready(ONE, plan={"epochs": 1, "batch": 50}, **changes))[0][-1]
-    assert all(bool(v.isfinite().all()) for v in state.params.values())
+    """Their layers are matched, or averaged, without new units."""
+    prepared = ready_one_shot(ONE_SETTING, plan={"epochs": 1, "batch": 50}, **changes)
+
+    assert all_finite(drive(prepared).params)
 
 
-def test_a_wider_model_is_measured_and_can_be_saved(tmp_path) -> None:
-    result = run(
-        toys.toy({**ONE, "gamma": [50.0]}, **toys.suited("pfnm")),
-        tmp_path / "run",
-        data=toys.blobs(),
-    )
+def test_a_wider_model_is_measured_and_can_be_saved(tmp_path: Path) -> None:
+    method = {**ONE_SETTING, "gamma": [50.0]}
+    toy = toys.toy(method, **toys.suited("pfnm"))
+
+    result = run(toy, tmp_path / "run", data=toys.blobs())
+
     assert len(result.model["body.1.bias"]) > 8
     assert 0.4 < result.accuracy <= 1
-    prepared = ready({**ONE, "gamma": [50.0]})
-    state = drive(prepared)[0][-1]
+
+    state = drive(ready_one_shot(method)).final
     assert state.model is not None
-    made = {k: v.float() for k, v in state.params.items()}  # as every run keeps it
-    save_model(tmp_path / "model", state.model, made)
-    spec, params = read_model(tmp_path / "model")
-    assert spec == state.model
+    params = {name: value.float() for name, value in state.params.items()}  # as every run does
+    save_model(tmp_path / "model", state.model, params)
+    saved_spec, saved_params = read_model(tmp_path / "model")
+    assert saved_spec == state.model
     x = torch.randn(3, 1, toys.SIDE, toys.SIDE)
-    assert torch.equal(predictor(spec, params)(x), predictor(state.model, made)(x))
+    answers = predictor(saved_spec, saved_params)(x)
+    assert torch.equal(answers, predictor(state.model, params)(x))
 
 
 def test_models_that_differ_or_cannot_be_matched_are_refused_by_name() -> None:
     with pytest.raises(IncompatibleMethod, match=r"pfnm .*clients\.models"):
-        ready("pfnm", clients={"models": ("mlp", "logistic")})
+        ready_one_shot("pfnm", clients={"models": ("mlp", "logistic")})
     with pytest.raises(IncompatibleMethod, match=r"pfnm.*toy_batchnorm is neither.*qkt_cnn"):
-        ready("pfnm", model="toy_batchnorm")
+        ready_one_shot("pfnm", model="toy_batchnorm")
 
 
 @pytest.mark.parametrize("field", ["gamma", "variance", "prior_variance"])
 def test_candidates_out_of_range_are_refused_by_name(field: str) -> None:
+    """In a config, and in Python."""
     for value in ([0.0], [1.0, -1.0], [float("nan")], [], ["1"]):
         with pytest.raises(ConfigError, match=rf"method\.{field} = "):
-            ready({"name": "pfnm", field: value})
+            ready_one_shot({"name": "pfnm", field: value})
     with pytest.raises(ConfigError, match=rf"PFNM\.{field} = "):
         PFNM(**{field: (1.0, 0.0)})
     with pytest.raises(ConfigError, match=rf"PFNM\.{field} = \[\]"):

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from plain import MORE, PLAN, Federation, Params, ce, check, drive, ready_for
+from plain import (
+    MANY_EXAMPLES,
+    PLAN,
+    Examples,
+    Federation,
+    Loss,
+    Params,
+    Split,
+    assert_same_model,
+    ce,
+    drive,
+    ready_for,
+    run_of,
+    split_for_validation,
+)
 from torch import Tensor, nn
 
 import toys
 from fedstill.core.errors import IncompatibleMethod
-from fedstill.core.keys import generator, seed_for
 from fedstill.core.registry import register
 from fedstill.core.trees import only, same_bits
 from fedstill.methods.metafed import InRing, MetaFed, statistics
@@ -20,133 +32,155 @@ from fedstill.running.runner import resume, run
 from run_bits import assert_same_bits, bits, stopped
 
 RING = {"clients": 4}
-HELD = {"validation": 0.25}
+HELD_OUT = {"validation": 0.25}
+STRENGTH = 0.7
 
 
-class Ring(Federation):
-    """Its clients hold out the part that the library draws for it."""
+class HoldingOut(Federation):
+    """Its clients hold out a quarter of their examples."""
 
-    def halves(self, client: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        x, y = self.data(client)
-        held = round(len(y) * HELD["validation"])
-        order = torch.randperm(len(y), generator=generator(seed_for(7, 0, 0, client, "validation")))
-        own, other = order[held:].sort().values, order[:held].sort().values
-        return (x[own], y[own]), (x[other], y[other])
+    def split(self, client: int) -> Split:
+        """Which examples a client holds out."""
+        size = len(super().data(client).labels)
+        return split_for_validation(size, round(size * HELD_OUT["validation"]), client)
+
+    def data(self, client: int) -> Examples:
+        """The examples that a client trains on."""
+        return super().data(client).take(self.split(client).training)
+
+    def accuracy(self, params: Params, client: int) -> float:
+        """The accuracy of a model on a client's held-out examples."""
+        held_out = super().data(client).take(self.split(client).validation)
+        answers = self.net(params)(held_out.inputs).argmax(1)
+        return float((answers == held_out.labels).double().mean())
+
+
+def near_features(teacher: nn.Module, weight: float) -> Loss:
+    """Cross-entropy, and the distance of the features from the teacher's."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        gap = model.body(x) - teacher.body(x).detach()
+        return ce(model, x, y) + weight * (gap**2).mean()
+
+    return loss
+
+
+class Ring:
+    """Clients that hand their models on, and keep a model that is accurate enough."""
+
+    def __init__(self, fed: HoldingOut, keeps_above: float) -> None:
+        self.fed = fed
+        self.keeps_above = keeps_above
+        self.models = dict.fromkeys(range(4), fed.start)
+        self.is_ready = dict.fromkeys(range(4), False)
+        """Whether a client keeps its model, and learns from its predecessor's."""
+        self.handed_over: Params | None = None
+        self.learned_from_a_predecessor = False
 
     def visit(
-        self,
-        start: Params,
-        loss: Callable[..., Tensor],
-        round: int,
-        stage: int,
-        client: int,
-        epochs: int,
-    ):
-        model, ((x, y), _) = self.net(start), self.halves(client)
-        sgd = torch.optim.SGD(
-            model.parameters(),
-            lr=self.lr(round),
-            momentum=PLAN["momentum"],
-            weight_decay=PLAN["weight_decay"],
-        )
-        order = generator(seed_for(7, round, stage, client, "order"))
-        for _ in range(epochs):
-            for index in torch.randperm(len(y), generator=order).split(PLAN["batch"]):
-                sgd.zero_grad()
-                loss(model, x[index], y[index]).backward()
-                sgd.step()
-        return {k: v.detach().clone() for k, v in model.state_dict().items()}
+        self, client: int, round_index: int, stage: int, epochs: int, weight: float = STRENGTH
+    ) -> None:
+        """One stage of a client."""
+        start = self.models[client]
+        loss: Loss = ce
+        if self.handed_over is not None:
+            if self.is_ready[client]:
+                loss = near_features(self.fed.net(self.handed_over), weight)
+                self.learned_from_a_predecessor = True
+            else:
+                start = self.handed_over
 
-    def right(self, params: Params, client: int) -> float:
-        _, (x, y) = self.halves(client)
-        return float((self.net(params)(x).argmax(1) == y).double().mean())
+        fed = self.fed.with_plan(epochs=epochs)
+        self.models[client] = fed.fit(start, loss, round_index, client, stage=stage).params
+        if self.fed.accuracy(self.models[client], client) > self.keeps_above:
+            self.is_ready[client] = True
+
+    def personalise(self, client: int, listens_below: float) -> None:
+        """The last stage: a client listens to the ring's model as far as that is better."""
+        own_accuracy = self.fed.accuracy(self.models[client], client)
+        ring_accuracy = self.fed.accuracy(self.handed_over, client)
+        weight = STRENGTH * 10 ** min(1, 5 * (ring_accuracy - own_accuracy)) / 10
+        if ring_accuracy <= own_accuracy and ring_accuracy < listens_below:
+            weight = 0.0
+        self.visit(client, round_index=2, stage=4, epochs=1, weight=weight)
 
 
-@pytest.mark.parametrize(("above", "below"), [(0.5, 0.5), (0.0, 0.9), (1.1, 0.5)])
-def test_two_rounds_are_those_of_a_ring_written_out(above: float, below: float) -> None:
-    method = {"name": "metafed", "keeps_above": above, "listens_below": below, "strength": 0.7}
+@pytest.mark.parametrize(("keeps_above", "listens_below"), [(0.5, 0.5), (0.0, 0.9), (1.1, 0.5)])
+def test_two_rounds_are_those_of_a_ring_written_out(
+    keeps_above: float, listens_below: float
+) -> None:
+    method = {
+        "name": "metafed",
+        "keeps_above": keeps_above,
+        "listens_below": listens_below,
+        "strength": STRENGTH,
+    }
     plan = {
-        **HELD,
+        **HELD_OUT,
         "warm_up": {"epochs": 1},
         "train": {"epochs": 2},
         "personalise": {"epochs": 1},
         "lr": 0.05,
     }
     ready = ready_for(method, topology=RING, plan=plan)
-    fed = Ring(ready, sampled=4)
-    fed.lr = lambda round: 0.05 * 0.9 ** (round - 1)  # type: ignore[method-assign]
-    own = {c: fed.visit(fed.start, ce, 1, 0, c, 1) for c in range(4)}
-    flag = {c: fed.right(own[c], c) > above for c in range(4)}
-    before, seen = None, set()
+    ring = Ring(HoldingOut(ready, sampled=4, plan={**PLAN, "lr": 0.05}), keeps_above)
 
-    def act(client: int, round: int, stage: int, epochs: int, weight: float) -> None:
-        seen.add((flag[client], before is not None))
-        if before is None or not flag[client]:
-            own[client] = fed.visit(before or own[client], ce, round, stage, client, epochs)
-        else:
-            teacher = fed.net(before)
+    for client in range(4):
+        ring.visit(client, round_index=1, stage=0, epochs=1)
+    for round_index, first_stage in ((1, 1), (2, 0)):  # the warm-up is a stage of round 1
+        for client in range(4):
+            ring.visit(client, round_index, first_stage + client, epochs=2)
+            ring.handed_over = ring.models[client]
+    for client in range(4):
+        ring.personalise(client, listens_below)
 
-            def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-                return (
-                    ce(model, x, y)
-                    + weight * ((model.body(x) - teacher.body(x).detach()) ** 2).mean()
-                )
+    ours = drive(ready)
 
-            own[client] = fed.visit(own[client], loss, round, stage, client, epochs)
-        flag[client] = flag[client] or fed.right(own[client], client) > above
-
-    for round in (1, 2):
-        for link in range(4):
-            act(link, round, link + (round == 1), 2, 0.7)
-            before = own[link]
-    for c in range(4):
-        mine, theirs = fed.right(own[c], c), fed.right(before, c)
-        silent = theirs <= mine and theirs < below
-        act(c, 2, 4, 1, 0.0 if silent else 0.7 * 10 ** min(1, 5 * (theirs - mine)) / 10)
-    states, memory = drive(ready)
-    check(states[-1].params, before)
-    for c in range(4):
-        check(memory.load(c).params, own[c])
-        assert memory.load(c).number("ready") == flag[c]
-    assert (above > 1) == ((True, True) not in seen)
+    assert_same_model(ours.params, ring.handed_over)
+    for client in range(4):
+        assert_same_model(ours.personal_model(client), ring.models[client])
+        assert ours.remembered(client).number("ready") == ring.is_ready[client]
+    assert ring.learned_from_a_predecessor == (keeps_above < 1)
 
 
 def test_where_no_client_keeps_its_model_it_is_fedseq_in_fixed_order_to_the_bit() -> None:
-    plan = {**HELD, "warm_up": {"epochs": 0}, "personalise": {"epochs": 0}}
-    ready = ready_for(
-        {"name": "metafed", "keeps_above": 1.1}, topology={**RING, "first": ""}, plan=plan
+    metafed = run_of(
+        {"name": "metafed", "keeps_above": 1.1},
+        topology={**RING, "first": ""},
+        plan={**HELD_OUT, "warm_up": {"epochs": 0}, "personalise": {"epochs": 0}},
     )
-    other = ready_for(
-        "fedseq", topology={"kind": "sequential", "order": "fixed", **RING}, plan=HELD
+    fedseq = run_of(
+        "fedseq", topology={"kind": "sequential", "order": "fixed", **RING}, plan=HELD_OUT
     )
-    ours, theirs = (drive(r)[0][-1].params for r in (ready, other))
-    assert same_bits(ours, theirs)
+
+    assert same_bits(metafed.params, fedseq.params)
 
 
 def test_where_all_do_and_lambda_is_0_clients_train_alone() -> None:
     """In data order: stages of a ring have other numbers."""
-    alone = {"kind": "parallel", "clients": 4, "sampled": 4}
-    plan = {**HELD, "shuffle": False, "lr_decay": 1.0}
-    ends = {"warm_up": {"epochs": 2}, "personalise": {"epochs": 2}}
-    ours = drive(
-        ready_for(
-            {"name": "metafed", "keeps_above": 0.0, "strength": 0.0},
-            MORE,
-            topology=RING,
-            plan={**plan, **ends},
-        )
-    )[1]
-    theirs = drive(
-        ready_for({"name": "lg_fedavg", "layers": 0}, MORE, rounds=4, topology=alone, plan=plan)
-    )[1]
-    ready = [c for c in range(4) if ours.load(c).number("ready")]
-    assert ready
-    for c in ready:
-        check(ours.load(c).params, theirs.load(c).params)
+    plan = {**HELD_OUT, "shuffle": False, "lr_decay": 1.0}
+    metafed = run_of(
+        {"name": "metafed", "keeps_above": 0.0, "strength": 0.0},
+        examples=MANY_EXAMPLES,
+        topology=RING,
+        plan={**plan, "warm_up": {"epochs": 2}, "personalise": {"epochs": 2}},
+    )
+    alone = run_of(
+        {"name": "lg_fedavg", "layers": 0},
+        examples=MANY_EXAMPLES,
+        rounds=4,
+        topology={"kind": "parallel", "clients": 4, "sampled": 4},
+        plan=plan,
+    )
+
+    ready_clients = [c for c in range(4) if metafed.remembered(c).number("ready")]
+    assert ready_clients
+    for client in ready_clients:
+        assert_same_model(metafed.personal_model(client), alone.personal_model(client))
 
 
 @pytest.mark.parametrize(
-    ("own", "other", "times"),
+    ("own_accuracy", "ring_accuracy", "factor"),
     [
         (0.5, 0.7, 1.0),
         (0.6, 0.6, 0.1),
@@ -157,14 +191,17 @@ def test_where_all_do_and_lambda_is_0_clients_train_alone() -> None:
     ],
 )
 def test_how_much_a_client_listens_in_the_last_stage(
-    own: float, other: float, times: float
+    own_accuracy: float, ring_accuracy: float, factor: float
 ) -> None:
-    assert InRing(MetaFed(), "personalise").strength_factor(own, other) == pytest.approx(times)
+    work = InRing(MetaFed(), "personalise")
+
+    assert work.strength_factor(own_accuracy, ring_accuracy) == pytest.approx(factor)
 
 
 def test_normalisation_can_stay_each_clients_own() -> None:
+    """The other entries are the same for all clients."""
     plan = {
-        **HELD,
+        **HELD_OUT,
         "lr": 0.02,
         "train": {"epochs": 0},
         "warm_up": {"epochs": 1},
@@ -173,12 +210,15 @@ def test_normalisation_can_stay_each_clients_own() -> None:
     for shared in (True, False):
         method = {"name": "metafed", "keeps_above": 1.1, "share_norms": shared}
         ready = ready_for(method, rounds=1, topology=RING, model="toy_batchnorm", plan=plan)
-        memory = drive(ready)[1]
         names = statistics(ready.world.model(0))
         assert len(names) == 5
-        one, other = (memory.load(c).params for c in (0, 3))
-        assert same_bits(only(one, names), only(other, names)) == shared
-        assert torch.equal(one["head.weight"], other["head.weight"])
+
+        ours = drive(ready)
+
+        first = ours.personal_model(0)
+        last = ours.personal_model(3)
+        assert same_bits(only(first, names), only(last, names)) == shared
+        assert torch.equal(first["head.weight"], last["head.weight"])
 
 
 @register("model", "toy_batch_statistics")
@@ -200,24 +240,30 @@ def test_normalisation_that_is_not_trained_is_nobodys_own(tmp_path: Path) -> Non
         start_from=str(tmp_path / "start"),
         train_only=("head.",),
     )
-    assert len(run(experiment, tmp_path / "run", toys.blobs()).history) == 1
+
+    result = run(experiment, tmp_path / "run", toys.blobs())
+
+    assert len(result.history) == 1
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"topology": {"kind": "parallel", "clients": 4}}, r"topology\.kind"),
         ({"plan": {"validation": 0.0}}, r"plan\.warm_up\.validation = 0\.2"),
     ],
 )
-def test_what_it_cannot_do_without_is_said(changes: dict[str, object], says: str) -> None:
-    with pytest.raises(IncompatibleMethod, match=says):
+def test_what_it_cannot_do_without_is_said(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(IncompatibleMethod, match=message):
         run(toys.toy("metafed", **changes), None, toys.blobs())
 
 
 def test_it_resumes_in_mid_ring(tmp_path: Path) -> None:
+    """A run that was stopped between two clients has the bits of an uninterrupted one."""
     toy = toys.toy("metafed", rounds=2, topology=RING, plan={"epochs": 1, "batch": 20, "lr": 0.1})
-    run(toy, tmp_path / "whole", data=toys.blobs())
-    parts = stopped(toy, tmp_path / "parts", stages=3)
-    resume(parts, data=toys.blobs())
-    assert_same_bits(bits(parts), bits(tmp_path / "whole"))
+    run(toy, tmp_path / "uninterrupted", data=toys.blobs())
+
+    folder = stopped(toy, tmp_path / "stopped", stages=3)
+    resume(folder, data=toys.blobs())
+
+    assert_same_bits(bits(folder), bits(tmp_path / "uninterrupted"))

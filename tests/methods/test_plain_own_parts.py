@@ -4,99 +4,139 @@ implementation of each.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from plain import PLAN, Federation, Params, check, drive, ready_for
+from class_answers import assert_loaded_models_answer_as_measured
+from plain import (
+    BODY,
+    HEAD,
+    Federation,
+    Params,
+    assert_same_model,
+    at_labels,
+    drive,
+    ready_for,
+    run_of,
+    weighted_mean,
+    zeros,
+)
 from torch import Tensor
-from torch.nn.functional import one_hot
 
-import fedstill
 import toys
 from double import NEAR
-from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Stage, TrainingStart
 from fedstill.core.registry import method
-from fedstill.core.trees import only, same_bits
+from fedstill.core.trees import dtype_of, only, same_bits
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.feddbe import FedDBE, Shifted
 from fedstill.methods.fedlc import Calibrated
 from fedstill.models.predictors import predictor
-from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
 
-HEAD, BODY = ("head.weight", "head.bias"), ("body.1.weight", "body.1.bias")
-OWN = ("own.weight", "own.bias")
+GLOBAL = (*BODY, *HEAD)
+OWN_HEAD = ("own.weight", "own.bias")
+SHIFT = "body.shift"
+
+NamedLoss = Callable[[Params, Tensor, Tensor], Tensor]
+"""A loss of named tensors, inputs and labels."""
 
 
-def by_hand(
+def fit_by_hand(
     fed: Federation,
     start: Params,
-    round: int,
+    loss: NamedLoss,
+    names: Sequence[str],
+    *,
+    round_index: int,
     client: int,
-    stage: int,
-    loss,
-    names: tuple[str, ...],
-):
-    """SGD with momentum on named tensors; ``loss`` is a function of them, of inputs and labels."""
-    w = {k: v.detach().clone().requires_grad_(k in names) for k, v in start.items()}
-    (x, y), speed = fed.data(client), {k: torch.zeros_like(v) for k, v in start.items()}
-    order = generator(seed_for(7, round, stage, client, "order"))
-    for _ in range(fed.epochs):
-        for index in torch.randperm(len(y), generator=order).split(PLAN["batch"]):
-            grads = torch.autograd.grad(loss(w, x[index], y[index]), [w[k] for k in names])
-            with torch.no_grad():
-                for k, g in zip(names, grads, strict=True):
-                    speed[k] = PLAN["momentum"] * speed[k] + g + PLAN["weight_decay"] * w[k]
-                    w[k] -= fed.lr(round) * speed[k]
-    return {k: v.detach() for k, v in w.items()}
+    stage: int = 0,
+) -> Params:
+    """A client's entries after SGD with momentum on those of these names."""
+    params = {name: value.detach().clone() for name, value in start.items()}
+    velocity = zeros(params)
+    data = fed.data(client)
+    for index in fed.batches(round_index, client, stage):
+        leaves = {name: value.requires_grad_(name in names) for name, value in params.items()}
+        trained = [leaves[name] for name in names]
+        gradients = torch.autograd.grad(loss(leaves, *data.take(index)), trained)
+        params = {name: value.detach() for name, value in params.items()}
+        for name, gradient in zip(names, gradients, strict=True):
+            gradient = gradient + fed.plan["weight_decay"] * params[name]
+            velocity[name] = fed.plan["momentum"] * velocity[name] + gradient
+            params[name] = params[name] - fed.lr(round_index) * velocity[name]
+    return params
 
 
-def features(w: Params, x: Tensor) -> Tensor:
-    return (x.flatten(1) @ w["body.1.weight"].T + w["body.1.bias"]).clamp(min=0)
+def features_of(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """The hidden layer's values."""
+    return (x.flatten(1) @ params["body.1.weight"].T + params["body.1.bias"]).clamp(min=0)
 
 
-def soft(z: Tensor, y: Tensor) -> Tensor:
-    """Cross-entropy of positive scores exp z."""
-    scores = z.exp()
-    return -(scores[torch.arange(len(y)), y] / scores.sum(1)).log().mean()
+def linear(params: Mapping[str, Tensor], layer: str, h: Tensor) -> Tensor:
+    """The values of a linear layer."""
+    return h @ params[f"{layer}.weight"].T + params[f"{layer}.bias"]
+
+
+def softmax_loss(z: Tensor, y: Tensor, factors: Tensor | float = 1.0) -> Tensor:
+    """Cross-entropy of positive scores exp z, each times its class's factor."""
+    scores = factors * z.exp()
+    return -(at_labels(scores, y) / scores.sum(1)).log().mean()
+
+
+# FedROD.
+
+
+def two_heads(counts: Tensor, gamma: float) -> NamedLoss:
+    """FedROD's objective: balanced softmax of the shared head; plain softmax of both heads' sum, of
+    which only the client's head learns.
+    """
+    factors = counts.clamp(min=1).double() ** gamma
+
+    def loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
+        h = features_of(params, x)
+        z = linear(params, "head", h)
+        both = z.detach() + linear(params, "own", h.detach())
+        return softmax_loss(z, y, factors) + softmax_loss(both, y)
+
+    return loss
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.5])
 def test_fedrod(gamma: float) -> None:
+    """The clients' heads never travel."""
     ready = ready_for({"name": "fedrod", "gamma": gamma}, rounds=3)
     fed = Federation(ready)
     server = fed.start
-    own = {c: {k: server[k] for k in OWN} for c in range(6)}
-    for round in (1, 2, 3):
-        sent, sizes = {}, {c: len(fed.data(c)[1]) for c in fed.cohort(round)}
-        for c in sizes:
-            n = one_hot(fed.data(c)[1], toys.CLASSES).sum(0).clamp(min=1).double()
+    own_heads = dict.fromkeys(fed.clients, only(server, OWN_HEAD))
+    for round_index in (1, 2, 3):
+        models = []
+        cohort = fed.cohort(round_index)
+        for client in cohort:
+            model = fit_by_hand(
+                fed,
+                {**server, **own_heads[client]},
+                two_heads(fed.label_counts(client), gamma),
+                (*GLOBAL, *OWN_HEAD),
+                round_index=round_index,
+                client=client,
+            )
+            own_heads[client] = only(model, OWN_HEAD)
+            models.append(only(model, GLOBAL))
+        sizes = [fed.size(client) for client in cohort]
+        server = {**server, **weighted_mean(models, sizes)}
 
-            def loss(w: Params, x: Tensor, y: Tensor, n: Tensor = n) -> Tensor:
-                h = features(w, x)
-                z = h @ w["head.weight"].T + w["head.bias"]
-                scores = n**gamma * z.exp()
-                balanced = -(scores[torch.arange(len(y)), y] / scores.sum(1)).log().mean()
-                both = z.detach() + h.detach() @ w["own.weight"].T + w["own.bias"]
-                return balanced + soft(both, y)
+    ours = drive(ready)
 
-            sent[c] = by_hand(fed, {**server, **own[c]}, round, c, 0, loss, (*BODY, *HEAD, *OWN))
-            own[c] = {k: sent[c][k] for k in OWN}
-        mean = {
-            k: sum(m * sent[c][k] for c, m in sizes.items()) / sum(sizes.values())
-            for k in (*BODY, *HEAD)
-        }
-        server = {**server, **mean}
-    states, memory = drive(ready)
-    check(states[-1].params, server)
-    for c in range(6):
-        if memory.load(c):
-            check(only(memory.load(c).params, OWN), own[c])
-            assert not torch.equal(memory.load(c).params["own.weight"], torch.zeros(5, 8))
+    assert_same_model(ours.params, server)
+    for client in fed.participants(3):
+        own_head = only(ours.personal_model(client), OWN_HEAD)
+        assert_same_model(own_head, own_heads[client])
+        assert own_head["own.weight"].any(), "it was zero at first"
 
 
 @method("toy_balanced")
@@ -108,110 +148,116 @@ class Balanced(FedAvg):
 
 
 class OnlyBalanced(Calibrated):
+    """A client that trains with balanced softmax."""
+
     def begin(self, payload, client_state, view, world):  # type: ignore[no-untyped-def]
-        shift = view.counts.clamp(min=1).double().log()
-        return TrainingStart(
-            payload.params, constants={"shift": shift.to(next(iter(payload.params.values())).dtype)}
-        )
+        shift = view.counts.clamp(min=1).double().log().to(dtype_of(payload.params))
+        return TrainingStart(payload.params, constants={"shift": shift})
 
     def terms(self, step, start):  # type: ignore[no-untyped-def]
         return {"balanced": cross_entropy(step.logits() + start["shift"], step.y)}
 
 
 def test_fedrods_global_model_is_balanced_fedavgs_to_the_bit_whatever_the_own_heads_do() -> None:
-    ours, theirs = (drive(ready_for(m, rounds=3))[0][-1].params for m in ("fedrod", "toy_balanced"))
-    assert same_bits(only(ours, theirs), theirs)
+    ours = run_of("fedrod", rounds=3).params
+    expected = run_of("toy_balanced", rounds=3).params
+
+    assert same_bits(only(ours, expected), expected)
 
 
 def test_of_equal_counts_or_without_gamma_the_generic_model_is_fedavgs() -> None:
-    theirs = drive(ready_for("fedavg"))[0][-1].params
-    ours = drive(ready_for({"name": "fedrod", "gamma": 0.0}))[0][-1].params
-    check(only(ours, theirs), theirs)
-    z, y = (
-        torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).double(),
-        torch.arange(7) % 5,
-    )
-    torch.testing.assert_close(soft(z + torch.tensor(3.0).log(), y), soft(z, y))
+    expected = run_of("fedavg").params
+    ours = run_of({"name": "fedrod", "gamma": 0.0}).params
+    assert_same_model(only(ours, expected), expected)
+
+    z = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).double()
+    y = torch.arange(7) % 5
+    with_equal_counts = softmax_loss(z + torch.tensor(3.0).log(), y)
+    torch.testing.assert_close(with_equal_counts, softmax_loss(z, y))
 
 
 def test_what_a_client_measures_and_what_is_loaded_is_the_sum_of_both_heads(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run(toys.toy("fedrod", topology={"clients": 6}, measure_every=1), folder, toys.blobs())
-    told = [
-        e
-        for e in read_journal(folder / "journal.jsonl")
-        if e["event"] == "client" and e["round"] == 3
-    ]
-    assert [e["client"] for e in told] == list(range(6))
-    test = toys.blobs().test
-    for event in told:
-        loaded = fedstill.load_model(folder, client=event["client"]).eval()
-        with torch.no_grad():
-            right = loaded(test.values).argmax(1) == test.labels
-        assert (
-            torch.bincount(test.labels[right], minlength=toys.CLASSES).tolist()
-            == event["correct_by_class"]
-        )
+    toy = toys.toy("fedrod", topology={"clients": 6}, measure_every=1)
+
+    run(toy, tmp_path / "run", toys.blobs())
+
+    assert_loaded_models_answer_as_measured(tmp_path / "run", clients=6, round_index=3)
 
 
 def test_the_answer_is_the_sum_of_both_heads_logits() -> None:
+    """Of a client; the server's predictor is the shared head's."""
     ready = ready_for("fedrod", rounds=1)
-    states, memory = drive(ready)
-    client, stage = Federation(ready).cohort(1)[0], ready.settings.schedule(1, ready.world)[0]
-    own = memory.load(client).params
-    x = Federation(ready).data(client)[0]
-    h = features(own, x)
-    both = (h @ own["head.weight"].T + own["head.bias"]) + (
-        h @ own["own.weight"].T + own["own.bias"]
-    )
-    answer = ready.settings.method.work(stage).answer(own, ready.world.model(client))
-    torch.testing.assert_close(
-        predictor(ready.world.model(client), answer)(x), both, rtol=NEAR, atol=NEAR
-    )
-    assert list(ready.settings.method.predictors(states[-1], ready.world)) == ["global"]
+    fed = Federation(ready)
+    client = fed.cohort(1)[0]
+    stage = ready.settings.schedule(1, ready.world)[0]
+    spec = ready.world.model(client)
+    x = fed.data(client).inputs
+
+    ours = drive(ready)
+
+    params = ours.personal_model(client)
+    h = features_of(params, x)
+    both = linear(params, "head", h) + linear(params, "own", h)
+    answer = ready.settings.method.work(stage).answer(params, spec)
+    torch.testing.assert_close(predictor(spec, answer)(x), both, rtol=NEAR, atol=NEAR)
+    assert list(ready.settings.method.predictors(ours.final, ready.world)) == ["global"]
+
+
+# FedDBE.
+
+
+def shifted_loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy after a client's shift of the features."""
+    return softmax_loss(linear(params, "head", features_of(params, x) + params[SHIFT]), y)
 
 
 @pytest.mark.parametrize("kappa", [0.0, 3.0])
 def test_feddbe(kappa: float) -> None:
+    """Features are drawn to the consensus mean, which is measured before round 1."""
     ready = ready_for({"name": "feddbe", "kappa": kappa}, rounds=3)
     fed = Federation(ready)
-    server, sizes = fed.start, {c: len(fed.data(c)[1]) for c in range(6)}
+    server = fed.start
+    sizes = [fed.size(client) for client in fed.clients]
+    feature_means = []
+    for client in fed.clients:
+        model = fit_by_hand(fed, server, shifted_loss, GLOBAL, round_index=1, client=client)
+        features = features_of(model, fed.data(client).inputs)
+        feature_means.append({"mean": features.mean(0)})
+    consensus = weighted_mean(feature_means, sizes)["mean"]
 
-    def plain(w: Params, x: Tensor, y: Tensor) -> Tensor:
-        return soft((features(w, x) + w["body.shift"]) @ w["head.weight"].T + w["head.bias"], y)
+    def loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
+        gap = features_of(params, x).mean(0) - consensus
+        return shifted_loss(params, x, y) + kappa * (gap**2 / 2).mean()
 
-    means = {}
-    for c in range(6):
-        visited = by_hand(fed, server, 1, c, 0, plain, (*BODY, *HEAD))
-        means[c] = features(visited, fed.data(c)[0]).mean(0)
-    g = sum(sizes[c] * means[c] for c in sizes) / sum(sizes.values())
+    shifts = dict.fromkeys(fed.clients, server[SHIFT])
+    for round_index, stage in ((1, 1), (2, 0), (3, 0)):  # round 1 begins with the first visit
+        cohort = fed.cohort(round_index)
+        models = []
+        for client in cohort:
+            model = fit_by_hand(
+                fed,
+                {**server, SHIFT: shifts[client]},
+                loss,
+                (*GLOBAL, SHIFT),
+                round_index=round_index,
+                client=client,
+                stage=stage,
+            )
+            shifts[client] = model[SHIFT]
+            models.append(only(model, GLOBAL))
+        server = {**server, **weighted_mean(models, [sizes[client] for client in cohort])}
 
-    def drawn(w: Params, x: Tensor, y: Tensor) -> Tensor:
-        return plain(w, x, y) + kappa * ((features(w, x).mean(0) - g) ** 2 / 2).mean()
+    ours = drive(ready)
 
-    own = dict.fromkeys(range(6), torch.zeros(8, dtype=torch.float64))
-    for round in (1, 2, 3):
-        cohort, stage = fed.cohort(round), 1 if round == 1 else 0
-        names = (*BODY, *HEAD, "body.shift")
-        sent = {
-            c: by_hand(fed, {**server, "body.shift": own[c]}, round, c, stage, drawn, names)
-            for c in cohort
-        }
-        own |= {c: w["body.shift"] for c, w in sent.items()}
-        total = sum(sizes[c] for c in cohort)
-        server = {
-            **server,
-            **{k: sum(sizes[c] * sent[c][k] for c in cohort) / total for k in (*BODY, *HEAD)},
-        }
-    states, memory = drive(ready)
-    torch.testing.assert_close(states[-1].extra.tensor("consensus"), g, rtol=NEAR, atol=NEAR)
-    check(states[-1].params, server)
-    for c in range(6):
-        kept = memory.load(c)
-        torch.testing.assert_close(
-            kept.params["body.shift"] if kept else own[c], own[c], rtol=NEAR, atol=NEAR
-        )
-        assert bool(kept) == any(c in fed.cohort(r) for r in (1, 2, 3))
+    our_consensus = ours.final.extra.tensor("consensus")
+    torch.testing.assert_close(our_consensus, consensus, rtol=NEAR, atol=NEAR)
+    assert_same_model(ours.params, server)
+    for client in fed.clients:
+        took_part = client in fed.participants(3)
+        assert bool(ours.remembered(client)) == took_part
+        if took_part:
+            our_shift = ours.personal_model(client)[SHIFT]
+            torch.testing.assert_close(our_shift, shifts[client], rtol=NEAR, atol=NEAR)
 
 
 @method("toy_unshifted")
@@ -219,35 +265,50 @@ class Unshifted(FedDBE):
     """FedDBE whose shifts stay zero."""
 
     def work(self, stage: Stage):  # type: ignore[no-untyped-def]
-        return Still(self, stage.name, self.kappa) if stage.name == "train" else super().work(stage)
+        if stage.name == "train":
+            return WithoutShift(self, stage.name, self.kappa)
+        return super().work(stage)
 
 
-class Still(Shifted):
+class WithoutShift(Shifted):
+    """A client that trains all but its shift."""
+
     def trainable(self, name: str) -> bool:
-        return name != "body.shift"
+        return name != SHIFT
 
 
 def test_without_kappa_and_with_shifts_that_stay_zero_feddbe_is_federated_averaging() -> None:
     """In data order: the stage before round 1 draws another."""
-    plan = {"shuffle": False}
-    ours = drive(ready_for({"name": "toy_unshifted", "kappa": 0.0}, plan=plan))[0][-1].params
-    theirs = drive(ready_for("fedavg", plan=plan))[0][-1].params
-    assert same_bits(only(ours, theirs), theirs)
+    in_data_order = {"shuffle": False}
+    ours = run_of({"name": "toy_unshifted", "kappa": 0.0}, plan=in_data_order).params
+    expected = run_of("fedavg", plan=in_data_order).params
+
+    assert same_bits(only(ours, expected), expected)
 
 
 def test_a_consensus_mean_costs_nothing_and_a_shift_of_features_is_one_of_the_bias() -> None:
     ready = ready_for("feddbe", rounds=1)
-    fed, spec = Federation(ready), ready.world.model(0)
-    (x, y), draw = fed.data(0), torch.Generator().manual_seed(0)
-    shifted = {**fed.start, "body.shift": torch.randn(8, generator=draw, dtype=torch.float64)}
+    fed = Federation(ready)
+    spec = ready.world.model(0)
+    x, y = fed.data(0)
+    draw = torch.Generator().manual_seed(0)
+    shift = torch.randn(8, generator=draw, dtype=torch.float64)
+    params = {**fed.start, SHIFT: shift}
+    features = features_of(params, x)
+    logits = predictor(spec, params)(x)
     step = SimpleNamespace(
-        features=lambda: features(shifted, x) + shifted["body.shift"],
-        logits=lambda: predictor(spec, shifted)(x),
+        params=params,
+        y=y,
+        mask=torch.ones(len(y)),
+        features=lambda: features + shift,
+        logits=lambda: logits,
         weighted=lambda losses: losses,
-        **{"params": shifted, "mask": torch.ones(len(y)), "y": y},
     )
-    start = TrainingStart(shifted, constants={"consensus": features(shifted, x).mean(0)})
-    assert float(Shifted(ready.settings.method, "train", 50.0).terms(step, start)["mean"]) < NEAR  # type: ignore[arg-type]
-    bias = shifted["head.bias"] + shifted["head.weight"] @ shifted["body.shift"]
-    plain = features(shifted, x) @ shifted["head.weight"].T + bias
-    torch.testing.assert_close(step.logits(), plain, rtol=NEAR, atol=NEAR)
+    start = TrainingStart(params, constants={"consensus": features.mean(0)})
+
+    terms = Shifted(ready.settings.method, "train", 50.0).terms(step, start)  # type: ignore[arg-type]
+
+    assert float(terms["mean"]) < NEAR
+    bias = params["head.bias"] + params["head.weight"] @ shift
+    expected = features @ params["head.weight"].T + bias
+    torch.testing.assert_close(logits, expected, rtol=NEAR, atol=NEAR)

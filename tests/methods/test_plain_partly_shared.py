@@ -4,248 +4,298 @@ implementation of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from plain import PLAN, Federation, Params, ce, check, drive, ready_for
+from plain import (
+    BODY,
+    HEAD,
+    Federation,
+    Loss,
+    Params,
+    assert_personal_models,
+    assert_same_model,
+    average,
+    ce,
+    drive,
+    ready_for,
+    run_of,
+    squared_distance,
+    weighted_mean,
+)
 from torch import Tensor, nn
 
-from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import Payload, Reply
 from fedstill.core.screen import Rules, screen
-from fedstill.core.trees import same_bits
+from fedstill.core.trees import only, same_bits
 
-HEAD, BODY = ("head.weight", "head.bias"), ("body.1.weight", "body.1.bias")
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-
-
-def train(
-    fed: Federation,
-    start: Params,
-    round: int,
-    client: int,
-    names: tuple[str, ...] = (*BODY, *HEAD),
-    stage: int = 0,
-    epochs: int = int(PLAN["epochs"]),
-    loss: Loss = ce,
-) -> Params:
-    """A client's model after training of some of its entries."""
-    model, (x, y) = fed.net(start), fed.data(client)
-    trained = [p for k, p in model.named_parameters() if k in names]
-    sgd = torch.optim.SGD(
-        trained,
-        lr=fed.lr(round),
-        momentum=PLAN["momentum"],
-        weight_decay=PLAN["weight_decay"],
-        foreach=False,
-    )
-    order = generator(seed_for(7, round, stage, client, "order"))
-    for _ in range(epochs):
-        for index in torch.randperm(len(y), generator=order).split(PLAN["batch"]):
-            model.zero_grad()
-            loss(model, x[index], y[index]).backward()
-            sgd.step()
-    return {k: v.detach().clone() for k, v in model.state_dict().items()}
-
-
-def mean_of(models: list[Params], names: tuple[str, ...]) -> Params:
-    return {k: sum(m[k] for m in models) / len(models) for k in names}
-
-
-@pytest.mark.parametrize(("layers", "names"), [(0, ()), (1, HEAD), (2, (*BODY, *HEAD))])
-def test_lg_fedavg(layers: int, names: tuple[str, ...]) -> None:
-    ready = ready_for({"name": "lg_fedavg", "layers": layers}, rounds=3)
-    fed = Federation(ready)
-    server, own = fed.start, dict.fromkeys(range(6), fed.start)
-    for round in (1, 2, 3):
-        sent = {
-            c: train(fed, {**own[c], **{k: server[k] for k in names}}, round, c)
-            for c in fed.cohort(round)
-        }
-        own |= sent
-        server = {**server, **mean_of(list(sent.values()), names)}
-    states, memory = drive(ready)
-    check(states[-1].params, server)
-    for c in range(6):
-        assert bool(memory.load(c)) == any(c in fed.cohort(r) for r in (1, 2, 3))
-        check(memory.load(c).params if memory.load(c) else fed.start, own[c])
-    method = ready.settings.method
-    assert list(method.predictors(states[-1], ready.world)) == (["global"] if layers == 2 else [])
-
-
-def test_with_all_layers_shared_it_is_federated_averaging_to_the_bit() -> None:
-    fedavg = {"name": "fedavg", "aggregation": "uniform"}
-    ours, theirs = (
-        drive(ready_for(m, rounds=3))[0][-1].params
-        for m in ({"name": "lg_fedavg", "layers": 9}, fedavg)
-    )
-    assert all(torch.equal(ours[k], v) for k, v in theirs.items())
-
-
-def test_entries_that_do_not_travel_keep_their_bits_on_both_sides() -> None:
-    ready = ready_for("lg_fedavg", rounds=3, topology={"clients": 6, "sampled": 2})
-    states, memory = drive(ready)
-    start = ready.world.initial(0)
-    assert all(torch.equal(states[-1].params[k], start[k]) for k in BODY)
-    assert not torch.equal(states[-1].params["head.weight"], start["head.weight"])
-    before = drive(ready_for("lg_fedavg", rounds=2, topology={"clients": 6, "sampled": 2}))[1]
-    resting = set(range(6)) - set(Federation(ready, sampled=2).cohort(3))
-    assert any(before.load(c) for c in resting)
-    for c in resting:
-        assert memory.load(c).keys() == before.load(c).keys()
-        if before.load(c):
-            assert same_bits(memory.load(c).params, before.load(c).params)
-
-
-def test_fedbabu() -> None:
-    ready = ready_for("fedbabu", rounds=2, plan={"finetune": {"epochs": 1}})
-    fed = Federation(ready)
-    server = fed.start
-    for round in (1, 2):
-        sent = [train(fed, server, round, c, BODY) for c in fed.cohort(round)]
-        server = {**server, **mean_of(sent, BODY)}
-    states, memory = drive(ready)
-    check(states[-1].params, server)
-    assert all(
-        torch.equal(states[-1].params[k], v) for k, v in ready.world.initial(0).items() if k in HEAD
-    )
-    for c in range(6):
-        check(memory.load(c).params, train(fed, server, 2, c, stage=1, epochs=1))
-
-
-def test_a_fine_tuning_of_no_epochs_leaves_each_client_the_global_model() -> None:
-    states, memory = drive(ready_for("fedbabu", rounds=2, plan={"finetune": {"epochs": 0}}))
-    for c in range(6):
-        assert all(torch.equal(memory.load(c).params[k], v) for k, v in states[-1].params.items())
-
-
-@pytest.mark.parametrize("method", ["lg_fedavg", "fedbabu"])
-def test_statistics_of_normalisation_travel_with_their_layer(method: str) -> None:
-    ready = ready_for(method, model="toy_batchnorm", plan={"lr": 0.02})
-    sent = set(
-        ready.settings.method.expected_reply(
-            0, ready.settings.schedule(1, ready.world)[0], ready.world
-        ).tensors("shared")
-    )
-    assert ("body.1.running_var" in sent) == (method == "fedbabu")
-    states, _ = drive(ready)
-    assert bool((states[-1].params["body.1.running_var"] > 0).all())
-
-
-@pytest.mark.parametrize("name", ["lg_fedavg", "fedbabu"])
-def test_a_shared_part_that_blows_up_is_refused_as_a_whole_model_is(name: str) -> None:
-    ready = ready_for(name)
-    method, stage = ready.settings.method, ready.settings.schedule(1, ready.world)[0]
-    state = method.initial_state(ready.world)
-    payloads = {c: method.payload_for_client(state, c, stage, ready.world) for c in stage.clients}
-    big = {k: 1000 * v + 1000 for k, v in payloads[stage.clients[0]].tensors("shared").items()}
-    reply = Reply(stage.clients[0], Payload(shared=big), 5, {}, stage.round, stage.index)
-    _, (refusal,) = screen(
-        lambda c: method.expected_reply(c, stage, ready.world), stage, payloads, [reply], Rules()
-    )  # type: ignore[arg-type]
-    assert "its shared parameters' norm" in refusal.reason
-    assert refusal.diverged
-
-
-def test_fedrep() -> None:
-    plan = {"head": {"epochs": 2}, "train": {"epochs": 1}, "finetune": {"epochs": 1}}
-    ready = ready_for("fedrep", rounds=3, plan=plan)
-    fed = Federation(ready)
-    server, own = fed.start, dict.fromkeys(range(6), fed.start)
-    for round in (1, 2, 3):
-        cohort, sizes = fed.cohort(round), {c: len(fed.data(c)[1]) for c in range(6)}
-        for c in cohort:
-            both = {**own[c], **{k: server[k] for k in BODY}}
-            fitted = train(fed, both, round, c, HEAD, stage=0, epochs=2)
-            assert all(torch.equal(fitted[k], server[k]) for k in BODY)
-            own[c] = train(fed, fitted, round, c, BODY, stage=1, epochs=1)
-        total = sum(sizes[c] for c in cohort)
-        server = {**server, **{k: sum(sizes[c] * own[c][k] for c in cohort) / total for k in BODY}}
-    states, memory = drive(ready)
-    check(states[-1].params, server)
-    for c in range(6):
-        both = {**own[c], **{k: server[k] for k in BODY}}
-        check(memory.load(c).params, train(fed, both, 3, c, HEAD, stage=2, epochs=1))
-
-
-ORDERED = {"shuffle": False}
+IN_DATA_ORDER = {"shuffle": False}
 """The order of examples is drawn for each stage of a round; in data order two methods can be
 compared to the bit.
 """
 
 
+def uniform_mean(models: list[Params]) -> Params:
+    """The mean of models that all weigh the same."""
+    return weighted_mean(models, [1] * len(models))
+
+
+def sized_mean(fed: Federation, models: dict[int, Params]) -> Params:
+    """The mean of clients' models, weighted by their examples."""
+    return weighted_mean(list(models.values()), [fed.size(client) for client in models])
+
+
+# LG-FedAvg.
+
+
+@pytest.mark.parametrize(("layers", "names"), [(0, ()), (1, HEAD), (2, (*BODY, *HEAD))])
+def test_lg_fedavg(layers: int, names: tuple[str, ...]) -> None:
+    """The last layers are shared, and the others stay at their clients."""
+    ready = ready_for({"name": "lg_fedavg", "layers": layers}, rounds=3)
+    fed = Federation(ready)
+    server = fed.start
+    models = dict.fromkeys(fed.clients, fed.start)
+    for round_index in (1, 2, 3):
+        shared = []
+        for client in fed.cohort(round_index):
+            start = {**models[client], **only(server, names)}
+            models[client] = fed.fit(start, ce, round_index, client).params
+            shared.append(only(models[client], names))
+        server = {**server, **uniform_mean(shared)}
+
+    ours = drive(ready)
+
+    assert_same_model(ours.params, server)
+    assert_personal_models(ours, models, fed.participants(3))
+    predictors = ready.settings.method.predictors(ours.final, ready.world)
+    has_global_model = layers == 2
+    assert list(predictors) == ["global"] * has_global_model
+
+
+def test_with_all_layers_shared_it_is_federated_averaging_to_the_bit() -> None:
+    ours = run_of({"name": "lg_fedavg", "layers": 9}, rounds=3).params
+    fedavg = run_of({"name": "fedavg", "aggregation": "uniform"}, rounds=3).params
+
+    assert same_bits(ours, fedavg)
+
+
+def test_entries_that_do_not_travel_keep_their_bits_on_both_sides() -> None:
+    """At the server, and at clients that rest in the last round."""
+    topology = {"clients": 6, "sampled": 2}
+    ready = ready_for("lg_fedavg", rounds=3, topology=topology)
+    start = ready.world.initial(0)
+
+    of_three_rounds = drive(ready)
+    of_two_rounds = run_of("lg_fedavg", rounds=2, topology=topology)
+
+    assert same_bits(only(of_three_rounds.params, BODY), only(start, BODY))
+    assert not torch.equal(of_three_rounds.params["head.weight"], start["head.weight"])
+    resting = set(range(6)) - set(Federation(ready, sampled=2).cohort(3))
+    assert any(of_two_rounds.remembered(client) for client in resting)
+    for client in resting:
+        before = of_two_rounds.remembered(client)
+        after = of_three_rounds.remembered(client)
+        assert after.keys() == before.keys()
+        if before:
+            assert same_bits(after.params, before.params)
+
+
+# FedBABU.
+
+
+def test_fedbabu() -> None:
+    """Clients train the body; at the end each fine-tunes the whole model."""
+    ready = ready_for("fedbabu", rounds=2, plan={"finetune": {"epochs": 1}})
+    fed = Federation(ready)
+    server = fed.start
+    for round_index in (1, 2):
+        bodies = []
+        for client in fed.cohort(round_index):
+            result = fed.fit(server, ce, round_index, client, names=BODY)
+            bodies.append(only(result.params, BODY))
+        server = {**server, **uniform_mean(bodies)}
+
+    ours = drive(ready)
+
+    assert_same_model(ours.params, server)
+    assert same_bits(only(ours.params, HEAD), only(ready.world.initial(0), HEAD))
+    fine_tuning = fed.with_plan(epochs=1)
+    for client in fed.clients:
+        fine_tuned = fine_tuning.fit(server, ce, 2, client, stage=1).params
+        assert_same_model(ours.personal_model(client), fine_tuned)
+
+
+def test_a_fine_tuning_of_no_epochs_leaves_each_client_the_global_model() -> None:
+    ours = run_of("fedbabu", rounds=2, plan={"finetune": {"epochs": 0}})
+
+    for client in range(6):
+        assert same_bits(ours.personal_model(client), ours.params)
+
+
+# Both.
+
+
+@pytest.mark.parametrize("name", ["lg_fedavg", "fedbabu"])
+def test_statistics_of_normalisation_travel_with_their_layer(name: str) -> None:
+    ready = ready_for(name, model="toy_batchnorm", plan={"lr": 0.02})
+    stage = ready.settings.schedule(1, ready.world)[0]
+    expected_reply = ready.settings.method.expected_reply(0, stage, ready.world)
+    assert ("body.1.running_var" in expected_reply.tensors("shared")) == (name == "fedbabu")
+
+    params = drive(ready).params
+
+    assert bool((params["body.1.running_var"] > 0).all())
+
+
+@pytest.mark.parametrize("name", ["lg_fedavg", "fedbabu"])
+def test_a_shared_part_that_blows_up_is_refused_as_a_whole_model_is(name: str) -> None:
+    ready = ready_for(name)
+    method = ready.settings.method
+    world = ready.world
+    stage = ready.settings.schedule(1, world)[0]
+    state = method.initial_state(world)
+    payloads = {}
+    for client in stage.clients:
+        payloads[client] = method.payload_for_client(state, client, stage, world)
+    sender = stage.clients[0]
+    shared = {key: 1000 * value + 1000 for key, value in payloads[sender].tensors("shared").items()}
+    reply = Reply(
+        client=sender,
+        content=Payload(shared=shared),
+        examples=5,
+        metrics={},
+        round=stage.round,
+        stage=stage.index,
+    )
+
+    _, (refusal,) = screen(
+        lambda client: method.expected_reply(client, stage, world),
+        stage,
+        payloads,
+        [reply],
+        Rules(),
+    )  # type: ignore[arg-type]
+
+    assert "its shared parameters' norm" in refusal.reason
+    assert refusal.diverged
+
+
+# FedRep.
+
+
+def test_fedrep() -> None:
+    """Each round a client trains its head, and then the shared body."""
+    plan = {"head": {"epochs": 2}, "train": {"epochs": 1}, "finetune": {"epochs": 1}}
+    ready = ready_for("fedrep", rounds=3, plan=plan)
+    fed = Federation(ready)
+    for_two_epochs = fed.with_plan(epochs=2)
+    for_one_epoch = fed.with_plan(epochs=1)
+    server = fed.start
+    models = dict.fromkeys(fed.clients, fed.start)
+    for round_index in (1, 2, 3):
+        bodies = {}
+        for client in fed.cohort(round_index):
+            received = {**models[client], **only(server, BODY)}
+            with_head = for_two_epochs.fit(received, ce, round_index, client, names=HEAD).params
+            assert same_bits(only(with_head, BODY), only(server, BODY))
+            result = for_one_epoch.fit(with_head, ce, round_index, client, stage=1, names=BODY)
+            models[client] = result.params
+            bodies[client] = only(result.params, BODY)
+        server = {**server, **sized_mean(fed, bodies)}
+
+    ours = drive(ready)
+
+    assert_same_model(ours.params, server)
+    for client in fed.clients:
+        received = {**models[client], **only(server, BODY)}
+        fine_tuned = for_one_epoch.fit(received, ce, 3, client, stage=2, names=HEAD).params
+        assert_same_model(ours.personal_model(client), fine_tuned)
+
+
 def test_without_epochs_of_the_head_fedrep_trains_as_fedbabu() -> None:
-    plan = {**ORDERED, "head": {"epochs": 0}, "finetune": {"epochs": 0}, "train": {"epochs": 2}}
-    ours = drive(ready_for("fedrep", plan=plan))[0][-1].params
-    babu = {"name": "fedbabu", "aggregation": "examples"}
-    theirs = drive(ready_for(babu, plan={**ORDERED, "finetune": {"epochs": 0}}))[0][-1].params
-    assert same_bits(ours, theirs)
+    without_head = {"head": {"epochs": 0}, "finetune": {"epochs": 0}, "train": {"epochs": 2}}
+    ours = run_of("fedrep", plan={**IN_DATA_ORDER, **without_head}).params
+    fedbabu = run_of(
+        {"name": "fedbabu", "aggregation": "examples"},
+        plan={**IN_DATA_ORDER, "finetune": {"epochs": 0}},
+    ).params
+
+    assert same_bits(ours, fedbabu)
 
 
 def test_fedreps_head_is_trained_under_the_received_statistics() -> None:
-    ready = ready_for(
-        "fedrep", model="toy_batchnorm", rounds=1, plan={"lr": 0.02, "train": {"epochs": 0}}
-    )
-    states, memory = drive(ready)
-    start, client = ready.world.initial(0), ready.settings.schedule(1, ready.world)[0].clients[0]
-    assert all(
-        torch.equal(states[-1].params[k], v)
-        for k, v in start.items()
-        if v.is_floating_point() is False
-    )
-    assert torch.equal(
-        memory.load(client).params["body.1.running_mean"], start["body.1.running_mean"]
-    )
-    assert not torch.equal(memory.load(client).params["head.weight"], start["head.weight"])
+    """The stage of the head leaves the running statistics of the body as they are."""
+    plan = {"lr": 0.02, "train": {"epochs": 0}}
+    ready = ready_for("fedrep", model="toy_batchnorm", rounds=1, plan=plan)
+    start = ready.world.initial(0)
+    client = ready.settings.schedule(1, ready.world)[0].clients[0]
+
+    ours = drive(ready)
+
+    counters = [name for name, value in start.items() if not value.is_floating_point()]
+    assert same_bits(only(ours.params, counters), only(start, counters))
+    model = ours.personal_model(client)
+    assert torch.equal(model["body.1.running_mean"], start["body.1.running_mean"])
+    assert not torch.equal(model["head.weight"], start["head.weight"])
+
+
+# Ditto.
+
+
+def near_global_model(server: Params, strength: float) -> Loss:
+    """Cross-entropy, and the squared distance from the global model."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return ce(model, x, y) + strength / 2 * squared_distance(model, server)
+
+    return loss
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.5])
 def test_ditto(strength: float) -> None:
-    ready = ready_for(
-        {"name": "ditto", "strength": strength}, rounds=3, plan={"personal": {"epochs": 1}}
-    )
+    """A client trains a model of its own near the global one, and then the global one."""
+    method = {"name": "ditto", "strength": strength}
+    ready = ready_for(method, rounds=3, plan={"personal": {"epochs": 1}})
     fed = Federation(ready)
-    server, own = fed.start, dict.fromkeys(range(6), fed.start)
-    for round in (1, 2, 3):
-        sent, sizes = {}, {c: len(fed.data(c)[1]) for c in fed.cohort(round)}
-        for c in sizes:
+    personal_training = fed.with_plan(epochs=1)
+    server = fed.start
+    models = dict.fromkeys(fed.clients, fed.start)
+    for round_index in (1, 2, 3):
+        loss = near_global_model(server, strength)
+        results = []
+        for client in fed.cohort(round_index):
+            personal = personal_training.fit(models[client], loss, round_index, client)
+            models[client] = personal.params
+            results.append(fed.fit(server, ce, round_index, client, stage=1))
+        server = average(results)
 
-            def loss(model: nn.Module, x: Tensor, y: Tensor, w: Params = server) -> Tensor:
-                far = sum(((p - w[k]) ** 2).sum() for k, p in model.named_parameters())
-                return ce(model, x, y) + strength / 2 * far
+    ours = drive(ready)
 
-            own[c] = train(fed, own[c], round, c, stage=0, epochs=1, loss=loss)
-            sent[c] = train(fed, server, round, c, stage=1)
-        server = {
-            k: sum(n * sent[c][k] for c, n in sizes.items()) / sum(sizes.values()) for k in server
-        }
-    states, memory = drive(ready)
-    check(states[-1].params, server)
-    for c in range(6):
-        if any(c in fed.cohort(r) for r in (1, 2, 3)):
-            check(memory.load(c).params, own[c])
+    assert_same_model(ours.params, server)
+    assert_personal_models(ours, models, fed.participants(3))
 
 
 @pytest.mark.parametrize("strength", [0.0, 3.0])
 def test_dittos_global_model_is_that_of_federated_averaging_to_the_bit(strength: float) -> None:
-    ours, theirs = (
-        drive(ready_for(m, rounds=3, plan={"lr": 0.05, **ORDERED}))[0][-1].params
-        for m in ({"name": "ditto", "strength": strength}, "fedavg")
-    )
-    assert same_bits(ours, theirs)
+    plan = {"lr": 0.05, **IN_DATA_ORDER}
+    ours = run_of({"name": "ditto", "strength": strength}, rounds=3, plan=plan).params
+    fedavg = run_of("fedavg", rounds=3, plan=plan).params
+
+    assert same_bits(ours, fedavg)
 
 
 def test_at_strength_0_dittos_own_models_are_those_of_clients_that_train_alone() -> None:
-    same = {"rounds": 3, "topology": {"clients": 6}, "plan": ORDERED}
-    alone = drive(ready_for({"name": "lg_fedavg", "layers": 0}, **same))[1]
-    ours = drive(ready_for({"name": "ditto", "strength": 0.0}, **same))[1]
-    for c in range(6):
-        check(ours.load(c).params, alone.load(c).params)
+    changes = {"rounds": 3, "topology": {"clients": 6}, "plan": IN_DATA_ORDER}
+    ours = run_of({"name": "ditto", "strength": 0.0}, **changes)
+    alone = run_of({"name": "lg_fedavg", "layers": 0}, **changes)
+
+    for client in range(6):
+        assert_same_model(ours.personal_model(client), alone.personal_model(client))
 
 
 def test_a_client_that_was_never_drawn_remembers_nothing() -> None:
     ready = ready_for("ditto", rounds=1, topology={"clients": 6, "sampled": 2})
-    memory = drive(ready)[1]
-    drawn = set(Federation(ready, sampled=2).cohort(1))
-    assert [bool(memory.load(c)) for c in range(6)] == [c in drawn for c in range(6)]
+
+    ours = drive(ready)
+
+    sampled = set(Federation(ready, sampled=2).cohort(1))
+    assert {client for client in range(6) if ours.remembered(client)} == sampled

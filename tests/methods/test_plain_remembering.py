@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from plain import (
-    MORE,
+    HEAD,
+    MANY_EXAMPLES,
     PLAN,
+    SEED,
+    Examples,
     Federation,
+    Loss,
     Params,
+    assert_same_model,
+    assert_unlike_fedavg,
     average,
+    batches,
     ce,
-    check,
-    check_matters,
     drive,
     experiment,
+    kl,
+    largest_gap,
+    plus,
     ready_for,
+    scaled,
+    weights_of,
 )
 from torch import Tensor, nn
 
@@ -26,100 +37,140 @@ from double import in_double
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.records import SERVER, Examples
+from fedstill.core.records import SERVER
+from fedstill.core.records import Examples as ImageExamples
+from fedstill.core.trees import same_bits
 from fedstill.data.partition import public_split
 from fedstill.running.preparation import prepare
 
-SAMPLES, LAMBDA = 15, 0.4
+# FedCurv.
+
+SAMPLES = 15
+"""The Fisher information is measured on batches until more examples than this were used."""
+
+WEIGHT = 0.4
+FEDCURV = {"name": "fedcurv", "samples": SAMPLES, "weight": WEIGHT}
 
 
-def fisher(fed: Federation, params: Params, client: int) -> Params:
-    """Mean over batches of the squared gradient of the batch's mean, until more than SAMPLES
-    examples were seen.
-    """
-    model, (x, y) = fed.net(params), fed.data(client)
-    total, batches, seen = {k: torch.zeros_like(v) for k, v in params.items()}, 0, 0
-    for index in torch.randperm(len(y), generator=generator(0)).split(PLAN["batch"]):
-        model.zero_grad()
-        ce(model, x[index], y[index]).backward()
-        for k, p in model.named_parameters():
-            total[k] += p.grad**2
-        batches, seen = batches + 1, seen + len(index)
-        if seen > SAMPLES:
-            break
-    return {k: v / batches for k, v in total.items()}
+@dataclass(frozen=True)
+class Memory:
+    """What a client contributes to the penalty of others."""
+
+    fisher: Params
+    params: Params
+
+    @property
+    def weighted_model(self) -> Params:
+        """The information times the parameters."""
+        return {name: value * self.params[name] for name, value in self.fisher.items()}
+
+
+def measured_batches(size: int) -> list[Tensor]:
+    """The positions of the examples of each batch of the measurement."""
+    positions = torch.randperm(size, generator=generator(0)).split(PLAN["batch"])
+    used = []
+    while sum(len(index) for index in used) <= SAMPLES and len(used) < len(positions):
+        used.append(positions[len(used)])
+    return used
+
+
+def fisher_of(fed: Federation, params: Params, parts: Iterable[Examples]) -> Params:
+    """The mean over batches of the squared gradient of the batch's mean."""
+    squares = []
+    for x, y in parts:
+        model = fed.net(params)
+        ce(model, x, y).backward()
+        squares.append({name: value.grad**2 for name, value in model.named_parameters()})
+    return scaled(1 / len(squares), plus(*squares))
+
+
+def client_fisher(fed: Federation, params: Params, client: int) -> Params:
+    """The Fisher information of a client's examples."""
+    data = fed.data(client)
+    return fisher_of(fed, params, [data.take(i) for i in measured_batches(len(data.labels))])
+
+
+def held_by_others(memories: Iterable[Memory]) -> Loss:
+    """Cross-entropy, and the distance from the models of others by their information."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        total = ce(model, x, y)
+        for memory in memories:
+            for name, value in model.named_parameters():
+                gap = value - memory.params[name]
+                total = total + WEIGHT * (memory.fisher[name] * gap**2).sum()
+        return total
+
+    return loss
 
 
 @pytest.mark.parametrize("scope", ["all_seen", "last_round"])
 def test_fedcurv(scope: str) -> None:
-    ready = ready_for(
-        {"name": "fedcurv", "scope": scope, "samples": SAMPLES, "weight": LAMBDA}, rounds=3
-    )
+    """Clients are held by all others that took part so far, or in the last round."""
+    ready = ready_for({**FEDCURV, "scope": scope}, rounds=3)
     fed = Federation(ready)
-    cohorts = [set(fed.cohort(r)) for r in (1, 2, 3)]
+    cohorts = [set(fed.cohort(round_index)) for round_index in (1, 2, 3)]
     assert cohorts[0] & cohorts[1] & cohorts[2], "a client must come back"
     assert (cohorts[0] - cohorts[1]) & cohorts[2], "and one after a pause"
-    params, kept = fed.start, {}
-    for round in (1, 2, 3):
-        sent, new = [], {}
-        for c in fed.cohort(round):
-            others = [v for k, v in kept.items() if k != c]
+    params = fed.start
+    memories: dict[int, Memory] = {}
+    for round_index in (1, 2, 3):
+        results = []
+        new_memories = {}
+        for client in fed.cohort(round_index):
+            peer_memories = [m for number, m in memories.items() if number != client]
+            result = fed.fit(params, held_by_others(peer_memories), round_index, client)
+            fisher = client_fisher(fed, result.params, client)
+            new_memories[client] = Memory(fisher, result.params)
+            results.append(result)
+        if scope == "all_seen":
+            memories |= new_memories
+        else:
+            memories = new_memories
+        params = average(results)
 
-            def loss(model: nn.Module, x: Tensor, y: Tensor, others: list = others) -> Tensor:
-                now = dict(model.named_parameters())
-                far = [(u[k] * (now[k] - w[k]) ** 2).sum() for u, w in others for k in now]
-                return ce(model, x, y) + LAMBDA * sum(far)
+    ours = drive(ready)
 
-            done = fed.fit(params, loss, round, c)
-            new[c] = (fisher(fed, done.params, c), done.params)
-            sent.append(done)
-        kept = {**kept, **new} if scope == "all_seen" else new
-        params = average(sent)
-    states, memory = drive(ready)
-    check(states[-1].params, params)
-    check_matters(states[-1].params, ready, rounds=3)
-    for group, of in (
-        ("fisher", lambda u, w, k: u[k]),
-        ("fisher_params", lambda u, w, k: u[k] * w[k]),
-    ):
-        check(
-            states[-1].extra.tensors(group),
-            {k: sum(of(u, w, k) for u, w in kept.values()) for k in params},
-        )
-    for c, (u, _) in kept.items():
-        check(memory.load(c).tensors("fisher"), u)
+    assert_same_model(ours.params, params)
+    assert_unlike_fedavg(ours.params, ready, rounds=3)
+    fishers = [memory.fisher for memory in memories.values()]
+    assert_same_model(ours.final.extra.tensors("fisher"), plus(*fishers))
+    weighted_models = [memory.weighted_model for memory in memories.values()]
+    assert_same_model(ours.final.extra.tensors("fisher_params"), plus(*weighted_models))
+    for client, memory in memories.items():
+        assert_same_model(ours.remembered(client).tensors("fisher"), memory.fisher)
 
 
 def test_fedcurvs_information_is_that_of_augmented_images() -> None:
     """A mirrored image is drawn for every other one, from the run's seed, the stage and the
     client.
     """
-    ready = ready_for({"name": "fedcurv", "samples": SAMPLES}, data={"augment": ("flip",)})
-    fed, params = Federation(ready), Federation(ready).start
+    ready = ready_for(FEDCURV, data={"augment": ("flip",)})
+    fed = Federation(ready)
+    params = fed.start
     stage = ready.settings.schedule(2, ready.world)[0]
     client = stage.clients[0]
-    (x, y), view = fed.data(client), ready.sites.view(client, stage)
-    draw, total, batches = generator(seed_for(7, 2, 0, client, "fisher")), {}, 0
-    for index in torch.randperm(len(y), generator=generator(0)).split(PLAN["batch"]):
-        turned = torch.rand(len(index), generator=draw) < 0.5
-        model, some = fed.net(params), x[index].clone()
-        some[turned] = some[turned].flip(-1)
-        ce(model, some, y[index]).backward()
-        total = {k: total.get(k, 0) + p.grad**2 for k, p in model.named_parameters()}
-        batches += 1
-        if batches * PLAN["batch"] > SAMPLES:
-            break
+    data = fed.data(client)
+    draw = generator(seed_for(SEED, 2, 0, client, "fisher"))
+    augmented = []
+    for index in measured_batches(len(data.labels)):
+        batch = data.take(index)
+        is_mirrored = torch.rand(len(index), generator=draw) < 0.5
+        batch.inputs[is_mirrored] = batch.inputs[is_mirrored].flip(-1)
+        augmented.append(batch)
     work = ready.settings.method.work(stage)
-    found = work.fisher(params, view, ready.world)  # type: ignore[attr-defined]
+
+    fisher = work.fisher(params, ready.sites.view(client, stage), ready.world)  # type: ignore[attr-defined]
+
+    expected = fisher_of(fed, params, augmented)
     pixels = 1e-6  # augmented images are float32, as in training
-    for key, value in total.items():
-        torch.testing.assert_close(found[key], value / batches, rtol=1e-5, atol=pixels)
-    plain = fisher(fed, params, client)
-    assert max(float((found[k] - plain[k]).abs().max()) for k in plain) > 100 * pixels
+    for name, value in expected.items():
+        torch.testing.assert_close(fisher[name], value, rtol=1e-5, atol=pixels)
+    assert largest_gap(client_fisher(fed, params, client), fisher) > 100 * pixels
 
 
 def test_fedcurvs_information_leaves_out_outputs_that_take_no_part() -> None:
-    ready = ready_for({"name": "fedcurv", "samples": SAMPLES})
+    ready = ready_for(FEDCURV)
     params = Federation(ready).start
     stage = ready.settings.schedule(1, ready.world)[0]
     view = ready.sites.view(stage.clients[0], stage)
@@ -129,98 +180,137 @@ def test_fedcurvs_information_leaves_out_outputs_that_take_no_part() -> None:
     in_task = information(params, replace(view, head=takes_part), ready.world)
 
     with_all = information(params, view, ready.world)
-    for name in ("head.weight", "head.bias"):
+    for name in HEAD:
         assert not in_task[name][~takes_part].any()
         assert in_task[name][takes_part].any()
         assert with_all[name][~takes_part].any()
 
 
-@pytest.mark.parametrize(
-    "model", [{"name": "mlp", "hidden": (8,)}, {"name": "mlp", "hidden": (8,), "projection": 6}]
-)
-def test_moon(model: dict[str, object]) -> None:
-    mu, temperature = 2.0, 0.4
-    ready = ready_for({"name": "moon", "mu": mu, "temperature": temperature}, rounds=3, model=model)
+# MOON.
+
+MU = 2.0
+TEMPERATURE = 0.4
+
+
+def contrastive(global_model: nn.Module, previous_model: nn.Module) -> Loss:
+    """Cross-entropy; features are drawn to the global model's and away from those of the client's
+    last model.
+    """
+
+    def similarity(a: Tensor, b: Tensor) -> Tensor:
+        cosine = (a * b).sum(1) / a.norm(dim=1).clamp(min=1e-8) / b.norm(dim=1).clamp(min=1e-8)
+        return (cosine / TEMPERATURE).exp()
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        features = model.get_submodule("body")(x)
+        to_global = similarity(features, global_model.get_submodule("body")(x).detach())
+        to_previous = similarity(features, previous_model.get_submodule("body")(x).detach())
+        share = to_global / (to_global + to_previous)
+        return ce(model, x, y) - MU * share.log().mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("fields", [{}, {"projection": 6}], ids=str)
+def test_moon(fields: dict[str, object]) -> None:
+    """A client remembers the model that it sent last."""
+    ready = ready_for(
+        {"name": "moon", "mu": MU, "temperature": TEMPERATURE},
+        rounds=3,
+        model={"name": "mlp", "hidden": (8,), **fields},
+    )
     fed = Federation(ready)
-    params, previous = fed.start, {}
-    for round in (1, 2, 3):
-        sent = []
-        for c in fed.cohort(round):
-            near, far = fed.net(params).eval(), fed.net(previous.get(c, fed.start)).eval()
+    params = fed.start
+    previous: dict[int, Params] = {}
+    for round_index in (1, 2, 3):
+        global_model = fed.net(params).eval()
+        results = []
+        for client in fed.cohort(round_index):
+            previous_model = fed.net(previous.get(client, fed.start)).eval()
+            loss = contrastive(global_model, previous_model)
+            results.append(fed.fit(params, loss, round_index, client))
+            previous[client] = results[-1].params
+        params = average(results)
 
-            def loss(
-                model: nn.Module, x: Tensor, y: Tensor, near: nn.Module = near, far: nn.Module = far
-            ) -> Tensor:
-                h, g, p = (m.get_submodule("body")(x) for m in (model, near, far))
-                length = [v.norm(dim=1).clamp(min=1e-8) for v in (h, g.detach(), p.detach())]
-                to = [
-                    ((h * v.detach()).sum(1) / length[0] / n / temperature).exp()
-                    for v, n in zip((g, p), length[1:], strict=True)
-                ]
-                return ce(model, x, y) - mu * (to[0] / (to[0] + to[1])).log().mean()
+    ours = drive(ready)
 
-            sent.append(fed.fit(params, loss, round, c))
-            previous[c] = sent[-1].params
-        params = average(sent)
-    states, memory = drive(ready)
-    check(states[-1].params, params)
-    check_matters(states[-1].params, ready, rounds=3)
-    for c, mine in previous.items():
-        check(memory.load(c).params, mine)
+    assert_same_model(ours.params, params)
+    assert_unlike_fedavg(ours.params, ready, rounds=3)
+    for client, model in previous.items():
+        assert_same_model(ours.personal_model(client), model)
 
+
+# FedDF.
 
 TEACH = {"epochs": 3, "batch": 16, "lr": 0.01, "lr_decay": 1.0, "weight_decay": 0.0}
 PUBLIC = {"data": {"public": toys.PUBLIC}, "plan": {"teach_server": TEACH}}
 
 
+def distil(
+    student: nn.Module, teachers: list[nn.Module], images: Tensor, tau: float, round_index: int
+) -> Mapping[str, Tensor]:
+    """The student after learning from the teachers' mean logits."""
+    with torch.no_grad():
+        mean_logits = sum(teacher(images) for teacher in teachers) / len(teachers)
+    p = (mean_logits / tau).softmax(1)
+    adam = torch.optim.Adam(student.parameters(), lr=TEACH["lr"], foreach=False)
+    for index in batches(len(images), TEACH, round_index, 1, SERVER):
+        adam.zero_grad()
+        q = (student(images[index]) / tau).softmax(1)
+        loss = tau**2 * kl(p[index], q).mean()
+        loss.backward()
+        adam.step()
+    return weights_of(student)
+
+
 @pytest.mark.parametrize("tau", [1.0, 2.0])
 def test_feddf(tau: float) -> None:
+    """The server distils the mean of the clients' logits into their average."""
     ready = ready_for({"name": "feddf", "temperature": tau}, **PUBLIC)
     fed = Federation(ready)
     assert ready.sites.public is not None
-    x, params = fed.inputs(ready.sites.public.values), fed.start
-    for round in (1, 2):
-        sent = [fed.fit(params, ce, round, c) for c in fed.cohort(round)]
-        student = fed.net(average(sent))
-        with torch.no_grad():
-            goal = (sum(fed.net(s.params)(x) for s in sent) / len(sent) / tau).softmax(1)
-        adam = torch.optim.Adam(student.parameters(), lr=0.01, foreach=False)
-        order = generator(seed_for(7, round, 1, SERVER, "order"))
-        for _ in range(3):
-            for index in torch.randperm(len(x), generator=order).split(16):
-                adam.zero_grad()
-                q = (student(x[index]) / tau).softmax(1)
-                (tau**2 * (goal[index] * (goal[index] / q).log()).sum(1).mean()).backward()
-                adam.step()
-        params = {k: v.detach().clone() for k, v in student.state_dict().items()}
-    states, memory = drive(ready)
-    check(states[-1].params, params)
-    check_matters(states[-1].params, ready)
-    assert not states[-1].extra.many("model"), (
-        "clients' models are dropped after the server's stage"
-    )
-    assert not any(memory.load(c) for c in range(6))
+    images = fed.inputs(ready.sites.public.values)
+    params = fed.start
+    for round_index in (1, 2):
+        results = fed.fit_cohort(params, ce, round_index)
+        teachers = [fed.net(result.params) for result in results]
+        params = distil(fed.net(average(results)), teachers, images, tau, round_index)
+
+    ours = drive(ready)
+
+    assert_same_model(ours.params, params)
+    assert_unlike_fedavg(ours.params, ready)
+    client_models = ours.final.extra.many("model")
+    assert not client_models, "clients' models are dropped after the server's stage"
+    assert not any(ours.remembered(client) for client in range(6))
 
 
 def test_feddf_never_reads_a_public_label() -> None:
-    ready = ready_for("feddf", MORE, **PUBLIC)
-    data = toys.blobs(size=MORE)
+    """With other public labels a run has the same bits."""
+    data = toys.blobs(size=MANY_EXAMPLES)
     labels = data.train.labels.clone()
-    labels[torch.from_numpy(public_split(len(labels), toys.PUBLIC, 7)[1])] = 0
-    relabelled = replace(data, train=Examples(data.train.values, labels))
-    other = in_double(prepare(resolve(experiment("feddf", **PUBLIC)), relabelled))
+    _, public = public_split(len(labels), toys.PUBLIC, SEED)
+    labels[torch.from_numpy(public)] = 0
+    relabelled = replace(data, train=ImageExamples(data.train.values, labels))
+
+    ready = ready_for("feddf", MANY_EXAMPLES, **PUBLIC)
+    relabelled_ready = in_double(prepare(resolve(experiment("feddf", **PUBLIC)), relabelled))
+
     assert ready.sites.public is not None
-    assert other.sites.public is not None
-    assert int(other.sites.public.labels.sum()) == 0 < int(ready.sites.public.labels.sum())
-    one, two = (drive(r)[0][-1].params for r in (ready, other))
-    assert all(torch.equal(one[k], two[k]) for k in one)
+    assert relabelled_ready.sites.public is not None
+    assert ready.sites.public.labels.any()
+    assert not relabelled_ready.sites.public.labels.any()
+    assert same_bits(drive(ready).params, drive(relabelled_ready).params)
 
 
 def test_a_methods_schedule_is_the_default_of_its_own_topology_only() -> None:
-    assert resolve(experiment("feddf", **PUBLIC)).named.topology.values["server"] == "teach_server"
-    named = resolve(experiment("feddf", topology={"kind": "parallel", "clients": 6}, **PUBLIC))
-    assert named.named.topology.values["server"] == "teach_server"
-    assert resolve(experiment("fedavg")).named.topology.values["server"] == ""
+    def server_stage(method: str, **changes: object) -> str:
+        return resolve(experiment(method, **changes)).named.topology.values["server"]
+
+    parallel = {"kind": "parallel", "clients": 6}
+    assert server_stage("feddf", **PUBLIC) == "teach_server"
+    assert server_stage("feddf", topology=parallel, **PUBLIC) == "teach_server"
+    assert server_stage("fedavg") == ""
     with pytest.raises(IncompatibleMethod, match="topology"):
         ready_for("feddf", topology={"kind": "public_logits", "clients": 6}, **PUBLIC)
 

@@ -2,119 +2,172 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from plain import Federation, Params, check, drive, experiment, ready_for
+from plain import (
+    HEAD,
+    Federation,
+    LibraryRun,
+    Params,
+    all_finite,
+    assert_same_model,
+    drive,
+    experiment,
+    ready_for,
+    run_of,
+)
+from torch import Tensor
 
 import toys
-from double import in_double
+from double import NEAR, in_double
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, IncompatibleMethod
+from fedstill.core.trees import only, same_bits
+from fedstill.data.dataset import Dataset
 from fedstill.methods.ridge import feature_sums, solved
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
 
-HEAD = ("head.weight", "head.bias")
 ALL = {"topology": {"clients": 6}}
+RIDGE_LAST = {"topology": {"clients": 6, "sampled": 4, "last": "ridge"}}
 
 
 def ridge_head(
-    ready: Prepared, body: Params, clients: range | set[int], ridge: float, balanced: bool = False
+    ready: Prepared,
+    body: Mapping[str, Tensor],
+    clients: Iterable[int],
+    ridge: float = 1.0,
+    balanced: bool = False,
 ) -> Params:
     """The last layer by the normal equations of centred features: the bias has no penalty then."""
     fed = Federation(ready)
-    both = [fed.data(c) for c in sorted(clients)]
-    x, y = torch.cat([x for x, _ in both]), torch.cat([y for _, y in both]).numpy()
-    h, targets = fed.net(body).body(x).detach().numpy(), np.eye(toys.CLASSES)[y]
-    w = 1 / np.bincount(y)[y] if balanced else np.full(len(y), 1.0)
-    w = (w * (len(y) / w.sum()))[:, None]
-    mean_h, mean_t = (w * h).sum(0) / len(y), (w * targets).sum(0) / len(y)
-    centred = h - mean_h
-    weight = np.linalg.solve(
-        centred.T @ (w * centred) + ridge * np.eye(h.shape[1]), centred.T @ (w * (targets - mean_t))
-    )
+    data = [fed.data(client) for client in sorted(clients)]
+    inputs = torch.cat([examples.inputs for examples in data])
+    labels = torch.cat([examples.labels for examples in data]).numpy()
+    features = fed.net(body).body(inputs).detach().numpy()
+    targets = np.eye(toys.CLASSES)[labels]
+    weights = np.full(len(labels), 1.0)
+    if balanced:
+        weights = 1 / np.bincount(labels)[labels]
+    weights = (weights * len(labels) / weights.sum())[:, None]
+
+    mean_features = (weights * features).sum(0) / len(labels)
+    mean_targets = (weights * targets).sum(0) / len(labels)
+    centred = features - mean_features
+    gram = centred.T @ (weights * centred) + ridge * np.eye(features.shape[1])
+    cross = centred.T @ (weights * (targets - mean_targets))
+    weight = np.linalg.solve(gram, cross)
     return {
         "head.weight": torch.from_numpy(weight.T.copy()),
-        "head.bias": torch.from_numpy(mean_t - mean_h @ weight),
+        "head.bias": torch.from_numpy(mean_targets - mean_features @ weight),
     }
+
+
+def head_of(params: Mapping[str, Tensor]) -> Params:
+    """The last layer."""
+    return only(params, HEAD)
+
+
+def body_of(params: Mapping[str, Tensor]) -> Params:
+    """All but the last layer."""
+    return {name: value for name, value in params.items() if name not in HEAD}
+
+
+# AFL.
 
 
 @pytest.mark.parametrize(("ridge", "balanced"), [(1.0, False), (100.0, False), (1.0, True)])
 def test_afl(ridge: float, balanced: bool) -> None:
     ready = ready_for({"name": "afl", "ridge": ridge, "balanced": balanced}, rounds=1, **ALL)
-    states, _ = drive(ready)
     start = ready.world.initial(0)
-    check(
-        {k: states[-1].params[k] for k in HEAD}, ridge_head(ready, start, range(6), ridge, balanced)
-    )
-    assert all(torch.equal(states[-1].params[k], v) for k, v in start.items() if k not in HEAD)
+
+    ours = drive(ready).params
+
+    assert_same_model(head_of(ours), ridge_head(ready, start, range(6), ridge, balanced))
+    assert same_bits(body_of(ours), body_of(start))
 
 
 def test_any_two_splits_of_the_same_data_give_one_layer() -> None:
-    one, other = (
-        drive(ready_for("afl", rounds=1, topology={"clients": n}, partition=partition))[0][
-            -1
-        ].params
-        for n, partition in ((6, {"kind": "dirichlet", "alpha": 0.1, "min_size": 4}), (3, "iid"))
-    )
-    check(one, other)
+    skewed = {"kind": "dirichlet", "alpha": 0.1, "min_size": 4}
+    of_six = run_of("afl", rounds=1, topology={"clients": 6}, partition=skewed)
+    of_three = run_of("afl", rounds=1, topology={"clients": 3}, partition="iid")
+
+    assert_same_model(of_six.params, of_three.params)
 
 
 def test_clients_that_come_later_and_come_again_add_what_is_new() -> None:
     ready = ready_for("afl", rounds=4, topology={"clients": 6, "sampled": 2})
-    fed, seen = Federation(ready, sampled=2), set[int]()
-    states, memory = drive(ready)
-    for round in (1, 2, 3, 4):
-        seen |= set(fed.cohort(round))
-        check({k: states[round].params[k] for k in HEAD}, ridge_head(ready, fed.start, seen, 1.0))
-    assert len(seen) < 8, "some came again"
-    assert {c for c in range(6) if memory.load(c)} == seen
+    fed = Federation(ready, sampled=2)
+
+    ours = drive(ready)
+
+    for round_index in (1, 2, 3, 4):
+        expected = ridge_head(ready, fed.start, fed.participants(round_index))
+        assert_same_model(head_of(ours.states[round_index].params), expected)
+    participants = fed.participants(4)
+    assert len(participants) < 8, "some came again"
+    assert {client for client in range(6) if ours.remembered(client)} == participants
 
 
 def test_who_has_sent_everything_adds_nothing() -> None:
-    states, _ = drive(ready_for("afl", rounds=2, **ALL))
-    assert all(torch.equal(v, states[2].params[k]) for k, v in states[1].params.items())
+    states = run_of("afl", rounds=2, **ALL).states
+
+    assert same_bits(states[1].params, states[2].params)
 
 
-@pytest.mark.parametrize("past", ["gone", "kept"])
-def test_tasks_one_after_another_give_the_layer_of_all_at_once(past: str) -> None:
-    tasks = {"stream": {"kind": "classes", "tasks": 2, "past": past}}
-    states, memory = drive(ready_for("afl", rounds=4, **ALL, **tasks))
-    (_, once), _ = drive(ready_for("afl", rounds=1, **ALL))
-    check(states[-1].params, once.params)
-    assert float((states[2].params["head.weight"] - once.params["head.weight"]).norm()) > 0.01
-    assert {memory.load(c).number("task") for c in range(6)} == {0.0 if past == "kept" else 1.0}
+@pytest.mark.parametrize(("past", "task"), [("gone", 1.0), ("kept", 0.0)])
+def test_tasks_one_after_another_give_the_layer_of_all_at_once(past: str, task: float) -> None:
+    """Clients remember the task whose examples they have sent."""
+    stream = {"kind": "classes", "tasks": 2, "past": past}
+    ours = run_of("afl", rounds=4, **ALL, stream=stream)
+    at_once = run_of("afl", rounds=1, **ALL).params
+
+    assert_same_model(ours.params, at_once)
+    after_first_task = ours.states[2].params["head.weight"]
+    assert float((after_first_task - at_once["head.weight"]).norm()) > 0.01
+    assert {ours.remembered(client).number("task") for client in range(6)} == {task}
 
 
-@pytest.mark.parametrize("who", [{}, {"past": "kept"}, {"join": 0.5, "past": "gone"}])
+def unbalanced_blobs() -> Dataset:
+    """60 examples of class 0, and fewer of each further class: 12 of class 4."""
+    blobs = toys.blobs()
+    number_in_class = torch.arange(300) // 5
+    is_used = number_in_class % (1 + blobs.train.labels) == 0
+    return replace(blobs, train=blobs.train.take(is_used.nonzero().flatten()))
+
+
+@pytest.mark.parametrize("fields", [{}, {"past": "kept"}, {"join": 0.5, "past": "gone"}], ids=str)
 def test_balanced_classes_weigh_alike_over_tasks_whatever_their_numbers_of_examples(
-    who: dict[str, object],
+    fields: dict[str, object],
 ) -> None:
-    """The head at the end is that of all examples told of, balanced at once, with the penalty of
-    that many.
+    """The head at the end is that of all examples that were sent, balanced at once, with the
+    penalty of that many.
     """
-    blobs, afl = toys.blobs(), {"name": "afl", "balanced": True}
-    # 60 examples of class 0, 12 of class 4
-    keep = (torch.arange(300) // 5) % (1 + blobs.train.labels) == 0
-    data = replace(blobs, train=blobs.train.take(keep.nonzero().flatten()))
-    stream = {"kind": "classes", "tasks": 2, "order": [[0, 4], [1, 2, 3]], **who}
-    values = {"partition": "iid", **ALL}
-    ready = in_double(prepare(resolve(experiment(afl, stream=stream, **values)), data))
-    states, _ = drive(ready)
+    data = unbalanced_blobs()
+    stream = {"kind": "classes", "tasks": 2, "order": [[0, 4], [1, 2, 3]], **fields}
+
+    def ready_afl(data: Dataset, **changes: object) -> Prepared:
+        afl = {"name": "afl", "balanced": True}
+        return in_double(prepare(resolve(experiment(afl, partition="iid", **ALL, **changes)), data))
+
+    ready = ready_afl(data, stream=stream)
     tasks = ready.sites.tasks
     assert tasks is not None
-    told = [
-        part[tasks.of_task(part, t)]
-        for c, part in enumerate(ready.sites.split.tensors())
-        for t in tasks.stream.tasks_until(c, 2)
-    ]
-    whole = replace(data, train=data.train.take(torch.cat(told)))
-    once, _ = drive(in_double(prepare(resolve(experiment(afl, rounds=1, **values)), whole)))
-    check({k: states[-1].params[k] for k in HEAD}, {k: once[-1].params[k] for k in HEAD})
+    sent_positions = []
+    for client, positions in enumerate(ready.sites.split.tensors()):
+        tasks_of_client = tasks.stream.tasks_until(client, 2)
+        sent_positions += [positions[tasks.of_task(positions, task)] for task in tasks_of_client]
+    sent_data = replace(data, train=data.train.take(torch.cat(sent_positions)))
+
+    ours = drive(ready).params
+    at_once = drive(ready_afl(sent_data, rounds=1)).params
+
+    assert_same_model(head_of(ours), head_of(at_once))
 
 
 @pytest.mark.parametrize(
@@ -128,83 +181,104 @@ def test_balanced_classes_weigh_alike_over_tasks_whatever_their_numbers_of_examp
 def test_balanced_classes_of_several_tasks_are_refused_where_data_go(
     stream: dict[str, object],
 ) -> None:
+    """Where they stay, they are accepted."""
     afl = {"name": "afl", "balanced": True}
     with pytest.raises(IncompatibleMethod, match=r"method\.balanced = false"):
         ready_for(afl, **ALL, stream={"tasks": 2, **stream})
+
     ready_for(afl, **ALL, stream={"tasks": 2, "past": "kept", **stream})
 
 
+# Sums of features.
+
+
 def test_the_papers_law_of_merging_two_solved_layers_is_a_sum() -> None:
+    """Theorem 1 of AFL, for clients a and b."""
     draw = torch.Generator().manual_seed(0)
-    x = [torch.randn(40, 6, generator=draw, dtype=torch.float64) for _ in range(2)]
-    y = [
-        torch.eye(3, dtype=torch.float64)[torch.randint(3, (40,), generator=draw)] for _ in range(2)
-    ]
-    c = [a.T @ a + torch.eye(6, dtype=torch.float64) for a in x]
-    w = [torch.linalg.solve(k, a.T @ b) for k, a, b in zip(c, x, y, strict=True)]
-    eye, inv = torch.eye(6, dtype=torch.float64), torch.linalg.inv
-    u = eye - inv(c[0]) @ c[1] @ (eye - inv(c[0] + c[1]) @ c[1])
-    v = eye - inv(c[1]) @ c[0] @ (eye - inv(c[0] + c[1]) @ c[0])
-    merged = u @ w[0] + v @ w[1]
-    summed = torch.linalg.solve(c[0] + c[1], x[0].T @ y[0] + x[1].T @ y[1])
-    torch.testing.assert_close(merged, summed, rtol=1e-9, atol=1e-9)
+    inverse = torch.linalg.inv
+    identity = torch.eye(6, dtype=torch.float64)
+    x_a = torch.randn(40, 6, generator=draw, dtype=torch.float64)
+    x_b = torch.randn(40, 6, generator=draw, dtype=torch.float64)
+    y_a = torch.eye(3, dtype=torch.float64)[torch.randint(3, (40,), generator=draw)]
+    y_b = torch.eye(3, dtype=torch.float64)[torch.randint(3, (40,), generator=draw)]
+    c_a = x_a.T @ x_a + identity
+    c_b = x_b.T @ x_b + identity
+    w_a = torch.linalg.solve(c_a, x_a.T @ y_a)
+    w_b = torch.linalg.solve(c_b, x_b.T @ y_b)
+
+    u = identity - inverse(c_a) @ c_b @ (identity - inverse(c_a + c_b) @ c_b)
+    v = identity - inverse(c_b) @ c_a @ (identity - inverse(c_a + c_b) @ c_a)
+    merged = u @ w_a + v @ w_b
+
+    of_sums = torch.linalg.solve(c_a + c_b, x_a.T @ y_a + x_b.T @ y_b)
+    torch.testing.assert_close(merged, of_sums, rtol=NEAR, atol=NEAR)
 
 
 def test_more_features_than_examples_have_a_solution_for_every_penalty_and_none_without() -> None:
-    h, y = torch.randn(4, 9, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 2])
-    sums = feature_sums(h, y, 3)
+    """A client without examples adds nothing to the sums."""
+    features = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([0, 1, 2, 2])
+
+    sums = feature_sums(features, labels, 3)
+    sums_of_nothing = feature_sums(features[:0], labels[:0], 3)
+
     assert sums.tensor("cross")[-1].tolist() == [1.0, 1.0, 2.0]
-    assert all(bool(v.isfinite().all()) for v in solved(**sums, ridge=1e-3).values())
+    assert all_finite(solved(**sums, ridge=1e-3))
     with pytest.raises(ConfigError, match=r"method\.ridge"):
         solved(**sums, ridge=0.0)
-    nothing = feature_sums(h[:0], y[:0], 3)
-    assert not any(v.any() for v in nothing.values())
-    more = {g: nothing.tensor(g) + sums.tensor(g) for g in sums}
-    assert all(torch.equal(v, more[g]) for g, v in sums.items()), (
-        "a client without examples adds nothing"
-    )
+    for group in sums:
+        assert not sums_of_nothing.tensor(group).any()
+        total = sums_of_nothing.tensor(group) + sums.tensor(group)
+        assert torch.equal(total, sums.tensor(group))
 
 
 def test_sums_that_no_examples_have_do_not_ask_for_the_penalty_that_is_set() -> None:
     sums = feature_sums(torch.eye(3), torch.tensor([0, 1, 1]), 2)
-    flipped = [-value for value in sums.values()]
-    with pytest.raises(ConfigError, match="ridge") as without:
-        solved(*flipped, ridge=0.0)
-    assert "method.ridge above 0" in str(without.value)
-    with pytest.raises(ConfigError, match="ridge") as penalised:
-        solved(*flipped, ridge=1.0)
-    assert "above 0" not in str(penalised.value)
+    negative_sums = [-value for value in sums.values()]
+
+    with pytest.raises(ConfigError, match="ridge") as without_penalty:
+        solved(*negative_sums, ridge=0.0)
+    with pytest.raises(ConfigError, match="ridge") as with_penalty:
+        solved(*negative_sums, ridge=1.0)
+
+    assert "method.ridge above 0" in str(without_penalty.value)
+    assert "above 0" not in str(with_penalty.value)
+
+
+# The stage ``ridge`` after other methods.
 
 
 @pytest.mark.parametrize("method", ["fedavg", "feddc"])
 def test_any_method_may_end_with_it(method: str) -> None:
-    last = ready_for(method, topology={"clients": 6, "sampled": 4, "last": "ridge"})
-    (*_, ours), (*_, theirs) = (drive(r)[0] for r in (last, ready_for(method)))
-    assert all(torch.equal(ours.params[k], v) for k, v in theirs.params.items() if k not in HEAD)
-    check({k: ours.params[k] for k in HEAD}, ridge_head(last, dict(theirs.params), range(6), 1.0))
-    assert ours.extra.keys() == theirs.extra.keys()
+    """Only the head differs, and the server's state has nothing new."""
+    ready = ready_for(method, **RIDGE_LAST)
+
+    ours = drive(ready).final
+    without = run_of(method).final
+
+    assert same_bits(body_of(ours.params), body_of(without.params))
+    assert_same_model(head_of(ours.params), ridge_head(ready, without.params, range(6)))
+    assert ours.extra.keys() == without.extra.keys()
 
 
 def test_what_clients_remember_is_as_before() -> None:
-    changes = {"topology": {"clients": 6, "sampled": 4, "last": "ridge"}}
-    ours, theirs = (drive(ready_for("feddyn", **c))[1] for c in (changes, {}))
-    for c in range(6):
-        assert ours.load(c).keys() == theirs.load(c).keys()
+    def memory_groups(run: LibraryRun) -> list[set[str]]:
+        return [set(run.remembered(client)) for client in range(6)]
+
+    assert memory_groups(run_of("feddyn", **RIDGE_LAST)) == memory_groups(run_of("feddyn"))
 
 
 def test_a_run_that_ends_with_it_says_so_and_learns(tmp_path: Path) -> None:
-    toy = toys.toy(
-        "fedavg",
-        topology={"clients": 6, "sampled": 4, "last": "ridge"},
-        plan={"epochs": 1, "lr": 0.05},
-    )
+    toy = toys.toy("fedavg", **RIDGE_LAST, plan={"epochs": 1, "lr": 0.05})
+
     result = run(toy, tmp_path / "run", toys.blobs())
+
     assert result.history[-1]["accuracy"] > 0.5
-    assert "[plan.ridge]" in (tmp_path / "run/config.toml").read_text()
+    assert "[plan.ridge]" in (tmp_path / "run/config.toml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         (
             {"method": "lg_fedavg"},
@@ -215,15 +289,15 @@ def test_a_run_that_ends_with_it_says_so_and_learns(tmp_path: Path) -> None:
     ],
 )
 def test_where_there_is_no_layer_to_solve_for_it_is_refused(
-    changes: dict[str, object], says: str
+    changes: dict[str, object], message: str
 ) -> None:
-    toy = toys.toy(**{"method": "fedavg", **changes, "topology": {"clients": 6, "last": "ridge"}})
-    with pytest.raises(IncompatibleMethod, match=says):
+    topology = {"clients": 6, "last": "ridge"}
+    toy = toys.toy(**{"method": "fedavg", **changes, "topology": topology})
+    with pytest.raises(IncompatibleMethod, match=message):
         prepare(resolve(toy), toys.blobs())
 
 
 def test_a_head_without_a_bias_is_refused_by_afl_too() -> None:
+    toy = toys.toy("afl", model={"name": "sphere_mlp", "hidden": (8,)})
     with pytest.raises(IncompatibleMethod, match=r"afl .*linear layer"):
-        prepare(
-            resolve(toys.toy("afl", model={"name": "sphere_mlp", "hidden": (8,)})), toys.blobs()
-        )
+        prepare(resolve(toy), toys.blobs())

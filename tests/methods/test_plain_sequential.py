@@ -6,197 +6,341 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
 import pytest
 import torch
 from plain import (
-    MORE,
+    MANY_EXAMPLES,
+    PLAN,
+    SEED,
+    ClientResult,
     Federation,
     Loss,
     Params,
-    Sent,
+    assert_same_model,
+    assert_unlike_fedavg,
+    at_labels,
     average,
     ce,
-    check,
-    check_matters,
+    direction,
     drive,
+    kl,
     minus,
     norm,
+    plus,
     ready_for,
+    scaled,
+    squared_distance,
+    zeros,
 )
-from test_plain_distilling import at, binary, decoupled, gini, kl, removed
+from plain_distillation import (
+    Decoupled,
+    binary,
+    distil_along_chains,
+    not_true,
+    phi_by_gini,
+)
 from torch import Tensor, nn
 
-from double import NEAR
 from fedstill.core.keys import generator, seed_for
-from fedstill.running.preparation import Prepared
 
 CHAIN = {"kind": "sequential", "clients": 6, "sampled": 4}
-SIDE_BY_SIDE = {"kind": "parallel", "clients": 6, "sampled": 4}
+PARALLEL = {"kind": "parallel", "clients": 6, "sampled": 4}
 SKEWED = {"kind": "dirichlet", "alpha": 0.3, "min_size": 4}
-Teachers = list[tuple[int, nn.Module]]
-Objective = Callable[[Federation, Teachers, int], Loss]
-Choose = Callable[[Federation, list[int], int], list[int]]
+ON_BOTH_TOPOLOGIES = pytest.mark.parametrize(
+    "topology", [CHAIN, PARALLEL], ids=["chain", "parallel"]
+)
 
 
-def plainly(
-    fed: Federation, objective: Objective, choose: Choose, chain: bool = True, rounds: int = 2
+@dataclass(frozen=True)
+class Teacher:
+    """A model of the last round, as its client left it."""
+
+    client: int
+    network: nn.Module
+
+
+Objective = Callable[[Federation, list[Teacher], int], Loss]
+"""The loss of a client with its teachers."""
+
+Choice = Callable[[Federation, list[int], int], Sequence[int]]
+"""The teachers of a round, of the clients of the last one."""
+
+
+def train(
+    fed: Federation,
+    topology: dict[str, object],
+    objective: Objective,
+    choice: Choice,
+    rounds: int = 2,
 ) -> Params:
-    """Teachers are the last round's models, as each client left them."""
-    params, last = fed.start, {}
-    for round in range(1, rounds + 1):
-        picked = sorted(choose(fed, list(last), round)) if last else []
-        teachers = [(c, fed.net(last[c]).eval()) for c in picked]
-        sent: list[Sent] = []
-        for link, client in enumerate(fed.chain(round) if chain else fed.cohort(round)):
-            stage = link if chain else 0
-            sent.append(
-                fed.fit(params, objective(fed, teachers, client), round, client, stage=stage)
-            )
-            params = sent[-1].params if chain else params
-        params = params if chain else average(sent)
-        last = {s.client: s.params for s in sent}
+    """The model after rounds in which clients distil from models of the last round."""
+    params = fed.start
+    last: dict[int, Params] = {}
+    for round_index in range(1, rounds + 1):
+        teachers = []
+        if last:
+            chosen = sorted(choice(fed, list(last), round_index))
+            teachers = [Teacher(client, fed.net(last[client]).eval()) for client in chosen]
+
+        if topology is CHAIN:
+            results = train_chain(fed, params, objective, teachers, round_index)
+            params = results[-1].params
+        else:
+            results = []
+            for client in fed.cohort(round_index):
+                loss = objective(fed, teachers, client)
+                results.append(fed.fit(params, loss, round_index, client))
+            params = average(results)
+        last = {result.client: result.params for result in results}
     return params
 
 
+def train_chain(
+    fed: Federation,
+    start: Params,
+    objective: Objective,
+    teachers: list[Teacher],
+    round_index: int,
+) -> list[ClientResult]:
+    """One round of a chain: each client starts from the model of its predecessor."""
+    results: list[ClientResult] = []
+    for link, client in enumerate(fed.chain(round_index)):
+        loss = objective(fed, teachers, client)
+        results.append(fed.fit(start, loss, round_index, client, stage=link))
+        start = results[-1].params
+    return results
+
+
+def fedseq(fed: Federation, teachers: list[Teacher], client: int) -> Loss:
+    """Cross-entropy alone."""
+    return ce
+
+
+def assert_unlike(ours: Params, other: Params) -> None:
+    """The two models differ by more than a thousandth of the model."""
+    assert norm(minus(other, ours)) > 1e-3 * norm(other)
+
+
+# Choices of teachers.
+
+
 def divergence(p: np.ndarray, q: np.ndarray) -> float:
-    return float(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0))
+    """The Kullback–Leibler divergence of two distributions."""
+    terms = [a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0]
+    return float(sum(terms))
 
 
-def greedy(k: int) -> Choose:
+def distance_to_uniform(fed: Federation, clients: list[int]) -> float:
+    """How far the sum of the clients' label shares is from the uniform distribution."""
+    total = sum(fed.shares(client) for client in clients)
+    return divergence(total / total.sum(), np.full(len(total), 1 / len(total)))
+
+
+def greedy(k: int) -> Choice:
     """Algorithm 1 with KL: add the model that brings the sum of label shares nearest to uniform."""
 
-    def choose(fed: Federation, candidates: list[int], round: int) -> list[int]:
+    def choice(fed: Federation, candidates: list[int], round_index: int) -> list[int]:
         chosen: list[int] = []
-        left = list(candidates)
-        while left and len(chosen) < k:
-
-            def far(c: int, chosen: list[int] = chosen) -> float:
-                total = sum(fed.shares(i) for i in [*chosen, c])
-                return divergence(total / total.sum(), np.full(len(total), 1 / len(total)))
-
-            best = min(left, key=far)
-            chosen.append(best)
-            left.remove(best)
+        while len(chosen) < min(k, len(candidates)):
+            distances = {}
+            for client in candidates:
+                if client not in chosen:
+                    distances[client] = distance_to_uniform(fed, [*chosen, client])
+            chosen.append(min(distances, key=distances.__getitem__))
         return chosen
 
-    return choose
+    return choice
 
 
-def at_random(k: int) -> Choose:
-    def choose(fed: Federation, candidates: list[int], round: int) -> list[int]:
-        draw = generator(seed_for(7, round, 0, -1, "teachers"))
-        return [candidates[i] for i in torch.randperm(len(candidates), generator=draw).tolist()[:k]]
+def at_random(k: int) -> Choice:
+    """So many clients, drawn from all alike."""
 
-    return choose
+    def choice(fed: Federation, candidates: list[int], round_index: int) -> list[int]:
+        draw = generator(seed_for(SEED, round_index, 0, -1, "teachers"))
+        order = torch.randperm(len(candidates), generator=draw)
+        return [candidates[i] for i in order.tolist()[:k]]
 
-
-def weights(
-    fed: Federation, teachers: Sequence[int], client: int, s: float = 1e-4
-) -> tuple[list[float], list[float]]:
-    smooth = lambda p: (p + s) / (1 + len(p) * s)  # noqa: E731
-    d = [divergence(smooth(fed.shares(t)), smooth(fed.shares(client))) for t in teachers]
-    near = [1 / (x + 1e-4) for x in d]
-    return [x / sum(d) for x in d], [x / sum(near) for x in near]
+    return choice
 
 
-def sfedkd(
-    gamma: float, beta: float, tau: float, scale: float, g_on: bool, h_on: bool, s: float = 1e-4
-) -> Objective:
-    def objective(fed: Federation, teachers: Teachers, client: int) -> Loss:
+def all_clients(fed: Federation, candidates: list[int], round_index: int) -> list[int]:
+    """Every client of the last round is a teacher."""
+    return candidates
+
+
+def no_client(fed: Federation, candidates: list[int], round_index: int) -> list[int]:
+    """There are no teachers."""
+    return []
+
+
+# SFedKD.
+
+
+@dataclass(frozen=True)
+class SFedKD:
+    """An objective: each teacher's two losses have weights of their own."""
+
+    g: bool = True
+    """Whether teachers with other classes weigh more in the loss on not-true classes."""
+    h: bool = True
+    """Whether teachers with the same classes weigh more in the loss on the label."""
+    scale: float = 1.0
+    smoothing: float = 1e-4
+    gamma: float = 0.7
+    beta: float = 1.3
+    temperature: float = 2.0
+
+    def __call__(self, fed: Federation, teachers: list[Teacher], client: int) -> Loss:
         if not teachers:
             return ce
-        k = len(teachers)
-        g, h = weights(fed, [c for c, _ in teachers], client, s)
-        g, h = g if g_on else [1 / k] * k, h if h_on else [1 / k] * k
+        distances = self.distances(fed, teachers, client)
+        uniform = [1 / len(teachers)] * len(teachers)
+        not_true_weights = uniform
+        if self.g:
+            not_true_weights = [d / sum(distances) for d in distances]
+        label_weights = uniform
+        if self.h:
+            closeness = [1 / (d + 1e-4) for d in distances]
+            label_weights = [c / sum(closeness) for c in closeness]
 
         def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            z, total = model(x) / tau, ce(model, x, y)
-            for (_, net), gk, hk in zip(teachers, g, h, strict=True):
-                t = net(x).detach() / tau
-                total = total + scale * gamma * gk * removed(z, t, y).mean()
-                total = total + scale * beta * hk * binary(z, t, y).mean()
+            z = model(x) / self.temperature
+            total = ce(model, x, y)
+            for teacher, g, h in zip(teachers, not_true_weights, label_weights, strict=True):
+                t = teacher.network(x).detach() / self.temperature
+                total = total + self.scale * self.gamma * g * not_true(z, t, y).mean()
+                total = total + self.scale * self.beta * h * binary(z, t, y).mean()
             return total
 
         return loss
 
-    return objective
+    def distances(self, fed: Federation, teachers: list[Teacher], client: int) -> list[float]:
+        """How far the label shares of each teacher are from the client's."""
+        shares = self.smoothed(fed.shares(client))
+        return [
+            divergence(self.smoothed(fed.shares(teacher.client)), shares) for teacher in teachers
+        ]
+
+    def smoothed(self, shares: np.ndarray) -> np.ndarray:
+        """Shares of which none is 0."""
+        return (shares + self.smoothing) / (1 + len(shares) * self.smoothing)
 
 
 SFEDKD = {"name": "sfedkd", "k": 2, "gamma": 0.7, "beta": 1.3, "temperature": 2.0}
 
 
 @pytest.mark.parametrize(
-    ("fields", "expected"),
+    ("fields", "objective"),
     [
-        ({}, sfedkd(0.7, 1.3, 2.0, 1.0, True, True)),
-        ({"g": False}, sfedkd(0.7, 1.3, 2.0, 1.0, False, True)),
-        ({"h": False}, sfedkd(0.7, 1.3, 2.0, 1.0, True, False)),
-        ({"g": False, "h": False}, sfedkd(0.7, 1.3, 2.0, 1.0, False, False)),
-        ({"tau2_scale": True}, sfedkd(0.7, 1.3, 2.0, 4.0, True, True)),
-        ({"smoothing": 0.01}, sfedkd(0.7, 1.3, 2.0, 1.0, True, True, 0.01)),
+        ({}, SFedKD()),
+        ({"g": False}, SFedKD(g=False)),
+        ({"h": False}, SFedKD(h=False)),
+        ({"g": False, "h": False}, SFedKD(g=False, h=False)),
+        ({"tau2_scale": True}, SFedKD(scale=4.0)),
+        ({"smoothing": 0.01}, SFedKD(smoothing=0.01)),
     ],
 )
-@pytest.mark.parametrize("chain", [True, False])
-def test_sfedkd(fields: dict[str, object], expected: Objective, chain: bool) -> None:
-    ready = ready_for(
-        {**SFEDKD, **fields}, topology=CHAIN if chain else SIDE_BY_SIDE, partition=SKEWED
-    )
+@ON_BOTH_TOPOLOGIES
+def test_sfedkd(
+    fields: dict[str, object], objective: Objective, topology: dict[str, object]
+) -> None:
+    """Clients distil from two models of the last round, whose labels complete each other."""
+    ready = ready_for({**SFEDKD, **fields}, topology=topology, partition=SKEWED)
     fed = Federation(ready)
-    ours = drive(ready)[0][-1].params
-    check(ours, plainly(fed, expected, greedy(2), chain))
-    check_differs(ours, plainly(fed, lambda *_: ce, greedy(2), chain))
 
+    ours = drive(ready).params
 
-def check_differs(ours: Params, other: Params) -> None:
-    assert norm(minus({k: ours[k] for k in other}, other)) > 1e-3 * norm(other)
+    assert_same_model(ours, train(fed, topology, objective, greedy(2)))
+    assert_unlike(ours, train(fed, topology, fedseq, no_client))
 
 
 @pytest.mark.parametrize(
-    ("fields", "choose"),
+    ("fields", "choice"),
     [
         ({"teacher_choice": "random"}, at_random(2)),
-        ({"teacher_choice": "all"}, lambda fed, candidates, round: candidates),
-        ({"k": 9}, lambda fed, candidates, round: candidates),
+        ({"teacher_choice": "all"}, all_clients),
+        ({"k": 9}, all_clients),
     ],
 )
-def test_the_choice_of_teachers(fields: dict[str, object], choose: Choose) -> None:
+def test_the_choice_of_teachers(fields: dict[str, object], choice: Choice) -> None:
     ready = ready_for({**SFEDKD, **fields}, partition=SKEWED, rounds=3)
-    fed = Federation(ready)
-    check(
-        drive(ready)[0][-1].params,
-        plainly(fed, sfedkd(0.7, 1.3, 2.0, 1.0, True, True), choose, rounds=3),
-    )
+
+    ours = drive(ready).params
+
+    expected = train(Federation(ready), CHAIN, SFedKD(), choice, rounds=3)
+    assert_same_model(ours, expected)
 
 
-def full(z: Tensor, t: Tensor) -> Tensor:
-    return kl(t.softmax(1), z.softmax(1))
+# Several teachers.
+
+WEIGHT = 0.8
+TEMPERATURE = 3.0
 
 
-def several(name: str, a: float, tau: float, b: float = 0.0) -> Objective:
-    def objective(fed: Federation, teachers: Teachers, client: int) -> Loss:
+def distances_to_teachers(z: Tensor, logits: list[Tensor]) -> Tensor:
+    """The distillation loss of each teacher and example (K, B)."""
+    tau = TEMPERATURE
+    student = (z / tau).softmax(1)
+    return torch.stack([tau**2 * kl((t / tau).softmax(1), student) for t in logits])
+
+
+def logits_of(teachers: list[Teacher], x: Tensor) -> list[Tensor]:
+    """The logits of each teacher."""
+    return [teacher.network(x).detach() for teacher in teachers]
+
+
+def averaged_teachers(fed: Federation, teachers: list[Teacher], client: int) -> Loss:
+    """All teachers weigh the same."""
+    if not teachers:
+        return ce
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        distances = distances_to_teachers(model(x), logits_of(teachers, x))
+        return ce(model, x, y) + WEIGHT * distances.mean()
+
+    return loss
+
+
+def certain_teachers(fed: Federation, teachers: list[Teacher], client: int) -> Loss:
+    """EBKD: a teacher weighs more on examples on which its entropy is small."""
+    if not teachers:
+        return ce
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        logits = logits_of(teachers, x)
+        entropies = torch.stack([-(t.softmax(1) * t.log_softmax(1)).sum(1) for t in logits])
+        weights = torch.ones_like(entropies)
+        if len(teachers) > 1:
+            weights = 1 - entropies / entropies.sum(0)
+        weighted = weights * distances_to_teachers(model(x), logits)
+        return ce(model, x, y) + WEIGHT * weighted.mean()
+
+    return loss
+
+
+def correct_teachers(feature_weight: float) -> Objective:
+    """CAMKD: a teacher weighs more on examples whose label it finds likely.
+
+    From the second epoch on, the client's features are drawn to those of the teachers.
+    """
+
+    def objective(fed: Federation, teachers: list[Teacher], client: int) -> Loss:
         if not teachers:
             return ce
-        nets, k, batch = [n for _, n in teachers], len(teachers), count()
-        batches = math.ceil(len(fed.data(client)[1]) / 10)
+        batches_per_epoch = math.ceil(fed.size(client) / PLAN["batch"])
+        batch_numbers = count()
 
         def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            epoch, logits = next(batch) // batches, [n(x).detach() for n in nets]
-            far = torch.stack([tau**2 * full(model(x) / tau, t / tau) for t in logits])  # (K, B)
-            if name == "aver":
-                return ce(model, x, y) + a * far.mean()
-            if name == "ebkd":
-                h = torch.stack([-(t.softmax(1) * t.softmax(1).log()).sum(1) for t in logits])
-                w = torch.ones_like(h) if k == 1 else 1 - h / h.sum(0)
-                return ce(model, x, y) + a * (w * far).sum() / (len(y) * k)
-            total = ce(model, x, y) + a * (confident(logits, y) * far).sum() / (len(y) * k)
-            if b and epoch > 0:
-                z = model.body(x)
-                w = confident([n.head(z) for n in nets], y)
-                apart = torch.stack([((z - n.body(x).detach()) ** 2).mean(1) for n in nets])
-                total = total + b * (w * apart).sum() / (len(y) * k)
+            epoch = next(batch_numbers) // batches_per_epoch
+            logits = logits_of(teachers, x)
+            weighted = confidences(logits, y) * distances_to_teachers(model(x), logits)
+            total = ce(model, x, y) + WEIGHT * weighted.mean()
+            if epoch > 0:
+                total = total + feature_weight * feature_loss(model, teachers, x, y)
             return total
 
         return loss
@@ -204,66 +348,132 @@ def several(name: str, a: float, tau: float, b: float = 0.0) -> Objective:
     return objective
 
 
-def confident(logits: list[Tensor], y: Tensor) -> Tensor:
+def confidences(logits: list[Tensor], y: Tensor) -> Tensor:
+    """The weight of each teacher and example (K, B)."""
     if len(logits) == 1:
         return torch.ones(1, len(y)).double()
-    cost = torch.stack([-at(t.softmax(1), y).log() for t in logits])
-    return (1 - cost.softmax(0)) / (len(logits) - 1)
+    losses = torch.stack([-at_labels(t.softmax(1), y).log() for t in logits])
+    return (1 - losses.softmax(0)) / (len(logits) - 1)
+
+
+def feature_loss(model: nn.Module, teachers: list[Teacher], x: Tensor, y: Tensor) -> Tensor:
+    """CAMKD's distance of features; teachers are judged by their heads on the client's features."""
+    features = model.body(x)
+    logits = [teacher.network.head(features) for teacher in teachers]
+    distances = []
+    for teacher in teachers:
+        gap = features - teacher.network.body(x).detach()
+        distances.append((gap**2).mean(1))
+    return (confidences(logits, y) * torch.stack(distances)).mean()
 
 
 @pytest.mark.parametrize(
-    ("fields", "expected", "k"),
+    ("fields", "objective", "k"),
     [
-        ({"name": "aver"}, several("aver", 0.8, 3.0), 3),
-        ({"name": "ebkd"}, several("ebkd", 0.8, 3.0), 3),
-        ({"name": "ebkd"}, several("ebkd", 0.8, 3.0), 1),
-        ({"name": "camkd"}, several("camkd", 0.8, 3.0), 3),
-        ({"name": "camkd"}, several("camkd", 0.8, 3.0), 1),
-        ({"name": "camkd", "feature_weight": 0.5}, several("camkd", 0.8, 3.0, 0.5), 3),
-        ({"name": "camkd", "feature_weight": 0.5}, several("camkd", 0.8, 3.0, 0.5), 1),
+        ({"name": "aver"}, averaged_teachers, 3),
+        ({"name": "ebkd"}, certain_teachers, 3),
+        ({"name": "ebkd"}, certain_teachers, 1),
+        ({"name": "camkd"}, correct_teachers(0.0), 3),
+        ({"name": "camkd"}, correct_teachers(0.0), 1),
+        ({"name": "camkd", "feature_weight": 0.5}, correct_teachers(0.5), 3),
+        ({"name": "camkd", "feature_weight": 0.5}, correct_teachers(0.5), 1),
     ],
 )
-@pytest.mark.parametrize("chain", [True, False])
+@ON_BOTH_TOPOLOGIES
 def test_several_teachers(
-    fields: dict[str, object], expected: Objective, k: int, chain: bool
+    fields: dict[str, object], objective: Objective, k: int, topology: dict[str, object]
 ) -> None:
-    ready = ready_for(
-        {"weight": 0.8, "temperature": 3.0, "k": k, **fields},
-        topology=CHAIN if chain else SIDE_BY_SIDE,
-    )
-    ours = drive(ready)[0][-1].params
-    check(ours, plainly(Federation(ready), expected, greedy(k), chain))
-    check_differs(ours, plainly(Federation(ready), lambda *_: ce, greedy(k), chain))
+    """Each way to weigh teachers does the same on a chain and in parallel rounds."""
+    method = {"weight": WEIGHT, "temperature": TEMPERATURE, "k": k, **fields}
+    ready = ready_for(method, topology=topology)
+    fed = Federation(ready)
+
+    ours = drive(ready).params
+
+    assert_same_model(ours, train(fed, topology, objective, greedy(k)))
+    assert_unlike(ours, train(fed, topology, fedseq, no_client))
 
 
 @pytest.mark.parametrize("name", ["fedseq", "fedavg"])
 def test_fedseq(name: str) -> None:
+    """FedAvg on a chain is FedSeq."""
     ready = ready_for(name, topology=CHAIN)
-    ours = drive(ready)[0][-1].params
-    check(ours, plainly(Federation(ready), lambda *_: ce, greedy(0)))
-    check_matters(ours, ready)
+
+    ours = drive(ready).params
+
+    assert_same_model(ours, train(Federation(ready), CHAIN, fedseq, no_client))
+    assert_unlike_fedavg(ours, ready)
+
+
+# CWC.
 
 
 class Consolidation:
-    """The code's own bookkeeping: a queue of omegas, a shadow that is folded when a cycle is
-    full.
+    """The bookkeeping of the authors' code: a queue of importances, and a shadow into which it is
+    folded when a cycle is full.
     """
 
-    def __init__(self, mode: str, a: float, cycle: int) -> None:
-        self.mode, self.a, self.cycle = mode, a, cycle
+    def __init__(self, mode: str, decay: float, cycle: int) -> None:
+        self.mode = mode
+        self.decay = decay
+        self.cycle = cycle
         self.queue: list[Params] = []
         self.shadow: Params | None = None
 
-    def add(self, omega: Params) -> None:
-        self.queue.append(omega)
+    def add(self, importance: Params) -> None:
+        """Remember one client's importance."""
+        self.queue.append(importance)
         if self.mode == "sliding":
             self.queue = self.queue[-self.cycle :]
         elif self.mode == "ema" and len(self.queue) == self.cycle:
-            self.shadow, self.queue = {k: self.a * v for k, v in self.total(omega).items()}, []
+            self.shadow = scaled(self.decay, self.total(importance))
+            self.queue = []
 
     def total(self, like: Params) -> Params:
-        kept = [*self.queue, *([self.shadow] if self.shadow else [])]
-        return {k: sum((o[k] for o in kept), torch.zeros_like(like[k])) for k in like}
+        """The sum of all that is remembered."""
+        terms = list(self.queue)
+        if self.shadow is not None:
+            terms.append(self.shadow)
+        return plus(zeros(like), *terms)
+
+
+class Penalised:
+    """One client's training near the model handed over, and the importance of its entries: how much
+    each lowered the loss on its path.
+    """
+
+    def __init__(self, start: Params, importance: Params, ignores_penalty: bool) -> None:
+        self.start = start
+        self.importance = importance
+        self.ignores_penalty = ignores_penalty
+        self.path = zeros(start)
+
+    def penalty(self, params: Params) -> Tensor:
+        """The distance from the start, in which important entries count more."""
+        terms = []
+        for name, importance in self.importance.items():
+            terms.append((importance * (params[name] - self.start[name]) ** 2).sum())
+        return 0.05 * sum(terms)
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """Cross-entropy and the penalty."""
+        return ce(model, x, y) + self.penalty(dict(model.named_parameters()))
+
+    def watch(self, before: Params, gradients: Params, after: Params) -> None:
+        """Add one step to the path, along the gradient of the loss or of its cross-entropy."""
+        if self.ignores_penalty:
+            leaves = {name: value.clone().requires_grad_() for name, value in before.items()}
+            of_penalty = torch.autograd.grad(self.penalty(leaves), list(leaves.values()))
+            gradients = minus(gradients, dict(zip(leaves, of_penalty, strict=True)))
+        for name, gradient in gradients.items():
+            self.path[name] -= gradient * (after[name] - before[name])
+
+    def path_importance(self, end: Params) -> Params:
+        """The importance of each entry on the path to this model."""
+        importance = {}
+        for name, lowered in self.path.items():
+            importance[name] = lowered / ((end[name] - self.start[name]) ** 2 + 0.02)
+        return importance
 
 
 @pytest.mark.parametrize(
@@ -272,124 +482,103 @@ class Consolidation:
     ids=str,
 )
 def test_cwc(fields: dict[str, object]) -> None:
-    values = {"name": "cwc", "weight": 0.05, "decay": 0.4, "epsilon": 0.02, **fields}
-    ready = ready_for(values, MORE, rounds=3, plan={"lr": 0.02})
-    fed = Federation(ready)
-    fed.lr = lambda round: 0.02 * 0.9 ** (round - 1)  # type: ignore[method-assign]
-    store = Consolidation(str(values.get("memory", "ema")), float(values["decay"]), 4)  # type: ignore[arg-type]
+    """Importances of all clients so far hold the next client near the model handed over."""
+    method = {"name": "cwc", "weight": 0.05, "decay": 0.4, "epsilon": 0.02, **fields}
+    ready = ready_for(method, MANY_EXAMPLES, rounds=3, plan={"lr": 0.02})
+    fed = Federation(ready, plan={**PLAN, "lr": 0.02})
+    memory_mode = str(method.get("memory", "ema"))
+    decay = float(method["decay"])  # type: ignore[arg-type]
+    consolidation = Consolidation(memory_mode, decay, cycle=4)
     params = fed.start
-    for round in (1, 2, 3):
-        for link, client in enumerate(fed.chain(round)):
-            start, omega = params, store.total(params)
-            path = {k: torch.zeros_like(v) for k, v in start.items()}
-
-            def penalty(now: Params, start: Params = start, omega: Params = omega) -> Tensor:
-                return 0.05 * sum((omega[k] * (now[k] - start[k]) ** 2).sum() for k in omega)
-
-            def loss(model: nn.Module, x: Tensor, y: Tensor, penalty=penalty) -> Tensor:
-                return ce(model, x, y) + penalty(dict(model.named_parameters()))
-
-            def watch(
-                before: Params, grads: Params, after: Params, path: Params = path, penalty=penalty
-            ) -> None:
-                if fields.get("lseg"):
-                    at_before = {k: v.clone().requires_grad_() for k, v in before.items()}
-                    extra = torch.autograd.grad(
-                        penalty(at_before), list(at_before.values()), allow_unused=True
-                    )
-                    grads = {k: grads[k] - e for k, e in zip(at_before, extra, strict=True)}
-                for k in path:
-                    path[k] += -grads[k] * (after[k] - before[k])
-
-            params = fed.fit(params, loss, round, client, stage=link, watch=watch).params
-            found = {k: path[k] / ((params[k] - start[k]) ** 2 + 0.02) for k in path}
-            store.add(
-                {k: v.clamp(min=0) for k, v in found.items()} if fields.get("clamp") else found
-            )
-    states = drive(ready)[0]
-    check(states[-1].params, params)
-    check_differs(params, plainly(fed, lambda *_: ce, greedy(0), rounds=3))
-    if values.get("memory", "ema") == "ema":  # the library decays when the next round opens
-        theirs = store.total(params)
-        ours = {
-            k: float(values["decay"]) * v for k, v in states[-1].extra.tensors("importance").items()
-        }  # type: ignore[arg-type]
-        for k in theirs:
-            torch.testing.assert_close(ours[k], theirs[k], rtol=NEAR, atol=NEAR)
-
-
-def on_a_chain(
-    ready: Prepared, loss: Callable[[nn.Module, Federation, int, float], Loss], phis=None
-) -> Params:
-    """Every objective that distils from the model received: on a chain, from the model handed
-    over.
-    """
-    fed = Federation(ready)
-    params, known = fed.start, {}
-    for round in (1, 2):
-        order = fed.chain(round)
-        phi = phis(fed, order, known) if phis else dict.fromkeys(order, 1.0)
-        for link, c in enumerate(order):
+    for round_index in (1, 2, 3):
+        for link, client in enumerate(fed.chain(round_index)):
+            training = Penalised(params, consolidation.total(params), bool(fields.get("lseg")))
             params = fed.fit(
-                params, loss(fed.net(params).eval(), fed, c, phi[c]), round, c, stage=link
+                params, training.loss, round_index, client, stage=link, watch=training.watch
             ).params
-        known |= {c: gini(fed, c) for c in order}
-    return params
+            importance = training.path_importance(params)
+            if fields.get("clamp"):
+                importance = {name: value.clamp(min=0) for name, value in importance.items()}
+            consolidation.add(importance)
+
+    final = drive(ready).final
+
+    assert_same_model(final.params, params)
+    assert_unlike(params, train(fed, CHAIN, fedseq, no_client, rounds=3))
+    if memory_mode == "ema":  # the library decays when the next round opens
+        importance = scaled(decay, final.extra.tensors("importance"))
+        assert_same_model(importance, consolidation.total(params))
+
+
+# Other methods on a chain.
 
 
 @pytest.mark.parametrize("timing", ["stale", "exact"])
 def test_fedadkd_on_a_chain_shares_phi_out_among_the_rounds_clients(timing: str) -> None:
-    fields = {"alpha": 0.8, "beta": 0.5, "delta": 3.0, "phi_timing": timing, "tckd": "binary"}
-    ready = ready_for({"name": "fedadkd", **fields}, topology=CHAIN, partition=SKEWED)
+    method = {
+        "name": "fedadkd",
+        "alpha": 0.8,
+        "beta": 0.5,
+        "delta": 3.0,
+        "phi_timing": timing,
+        "tckd": "binary",
+    }
+    ready = ready_for(method, topology=CHAIN, partition=SKEWED)
+    fed = Federation(ready)
+    objective = Decoupled(binary, not_true, alpha=0.8, beta=0.5)
 
-    def phis(fed: Federation, cohort: list[int], known: dict[int, float]) -> dict[int, float]:
-        g = {c: gini(fed, c) if timing == "exact" else known.get(c, 1.0) for c in cohort}
-        f = {c: math.log(1 + 3.0 * v) for c, v in g.items()}
-        return {c: len(cohort) * v / sum(f.values()) for c, v in f.items()}
+    ours = drive(ready).params
 
-    loss = decoupled(binary, removed, 0.8, 0.5, 1.0)
-    ours = drive(ready)[0][-1].params
-    check(ours, on_a_chain(ready, loss, phis))
-    check_differs(ours, on_a_chain(ready, loss))
+    phis = phi_by_gini(timing, "f", delta=3.0)
+    assert_same_model(ours, distil_along_chains(fed, objective, phis))
+    assert_unlike(ours, distil_along_chains(fed, objective))
 
 
 def test_fedntd_on_a_chain() -> None:
+    """Clients distil from the model handed over."""
     ready = ready_for({"name": "fedntd", "beta": 0.6, "temperature": 2.0}, topology=CHAIN)
-    check(drive(ready)[0][-1].params, on_a_chain(ready, decoupled(binary, removed, 0.0, 0.6, 2.0)))
+
+    ours = drive(ready).params
+
+    objective = Decoupled(binary, not_true, alpha=0.0, beta=0.6, temperature=2.0)
+    assert_same_model(ours, distil_along_chains(Federation(ready), objective))
 
 
 def test_fedprox_on_a_chain_stays_near_the_model_handed_over() -> None:
     ready = ready_for({"name": "fedprox", "mu": 0.5}, topology=CHAIN)
 
-    def loss(teacher: nn.Module, fed: Federation, client: int, phi: float) -> Loss:
-        anchor = [p.detach().clone() for p in teacher.parameters()]
+    def objective(fed: Federation, received: nn.Module, client: int, phi: float) -> Loss:
+        anchor = {name: value.detach() for name, value in received.named_parameters()}
 
-        def distance(model: nn.Module) -> Tensor:
-            pairs = zip(model.parameters(), anchor, strict=True)
-            return torch.stack([((p - a) ** 2).sum() for p, a in pairs]).sum()
+        def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            return ce(model, x, y) + 0.5 / 2 * squared_distance(model, anchor)
 
-        return lambda model, x, y: ce(model, x, y) + 0.5 / 2 * distance(model)
+        return loss
 
-    check(drive(ready)[0][-1].params, on_a_chain(ready, loss))
+    ours = drive(ready).params
+
+    assert_same_model(ours, distil_along_chains(Federation(ready), objective))
 
 
 def test_scaffold_on_a_chain() -> None:
+    """The server's control moves after every client, by a sixth of the change of the client's."""
     ready = ready_for("scaffold", topology=CHAIN, rounds=3, plan={"lr": 0.02})
-    fed = Federation(ready)
-    fed.lr = lambda round: 0.02 * 0.9 ** (round - 1)  # type: ignore[method-assign]
+    fed = Federation(ready, plan={**PLAN, "lr": 0.02})
     params = fed.start
-    c = {k: torch.zeros_like(v) for k, v in params.items()}
-    own: dict[int, Params] = {}
-    for round in (1, 2, 3):
-        for link, client in enumerate(fed.chain(round)):
-            mine = own.get(client, {k: torch.zeros_like(v) for k, v in c.items()})
-            done = fed.fit(params, ce, round, client, minus(c, mine), stage=link)
-            own[client] = {
-                k: mine[k] - c[k] + (params[k] - done.params[k]) / (fed.lr(round) * done.reach)
-                for k in c
-            }
-            c = {k: c[k] + (own[client][k] - mine[k]) / 6 for k in c}
-            params = done.params
-    states, _ = drive(ready)
-    check(states[-1].params, params)
-    check(states[-1].extra.tensors("control"), c)
+    control = zeros(params)
+    client_controls: dict[int, Params] = {}
+    for round_index in (1, 2, 3):
+        for link, client in enumerate(fed.chain(round_index)):
+            old = client_controls.get(client, zeros(params))
+            correction = minus(control, old)
+            result = fed.fit(params, ce, round_index, client, stage=link, correction=correction)
+            gradient = direction(params, result.params, fed.lr(round_index), result.effective_steps)
+            client_controls[client] = minus(gradient, correction)
+            change = minus(client_controls[client], old)
+            control = plus(control, scaled(1 / 6, change))
+            params = result.params
+
+    final = drive(ready).final
+
+    assert_same_model(final.params, params)
+    assert_same_model(final.extra.tensors("control"), control)
