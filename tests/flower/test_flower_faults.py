@@ -4,8 +4,9 @@ by name.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,100 +14,111 @@ import pytest
 
 import toys
 from fedstill.config.experiment import Experiment
+from fedstill.core.codec import decode
 from fedstill.core.errors import ClientFailed, Interrupted, TooFewReplies
 from fedstill.flower.engine import Parcel, parsed
-from fedstill.running.journal import read_journal, without_times
+from fedstill.running.journal import without_times
 from fedstill.running.recording import Quiet
 from fedstill.running.runner import resume, run
 from flowers import needs_flower, over_flower
-from run_bits import StopAfter
-from troubled_grid import TroubledGrid
+from journals import journal_events, refusals
+from run_bits import StopAfter, model_bytes
+from troubled_grid import Delivery, Fault, FaultyGrid, StageRequest
 
 pytestmark = needs_flower
 
-REMEMBERING = toys.toy(toys.Failing(who=-9), rounds=3, topology={"clients": 4, "sampled": 4})
+ALL_FOUR = {"clients": 4, "sampled": 4}
+REMEMBERING = toys.toy(toys.Failing(who=-9), rounds=3, topology=ALL_FOUR)
 """Every client remembers how often it acted and says so in its reply."""
 
 
 def journal(folder: Path) -> list[dict[str, Any]]:
-    return [without_times(e) for e in read_journal(folder / "journal.jsonl")]
+    """The events of a run, without times."""
+    return [without_times(event) for event in journal_events(folder)]
 
 
-def refused(folder: Path) -> list[tuple[int, int, str]]:
-    return [
-        (e["round"], e["client"], e["refused"])
-        for e in journal(folder)
-        if "refused" in e and "client" in e
-    ]
+@dataclass(frozen=True)
+class Refusal:
+    """A client that was refused in a round."""
+
+    round: int
+    client: int
+
+
+def refused_replies(folder: Path) -> dict[Refusal, str]:
+    """The reasons of all refusals of a run."""
+    reasons: dict[Refusal, str] = {}
+    for event in refusals(folder):
+        refusal = Refusal(event["round"], event["client"])
+        assert refusal not in reasons
+        reasons[refusal] = event["refused"]
+    return reasons
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole") / "run"
+def simulation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run in one process."""
+    folder = tmp_path_factory.mktemp("simulation") / "run"
     run(replace(REMEMBERING, engine="serial"), folder, data=toys.blobs())
     return folder
 
 
-def troubled(
-    folder: Path, trouble: Any, experiment: Experiment = REMEMBERING, **flower: Any
-) -> TroubledGrid:
+def run_with(
+    folder: Path, fault: Fault | None, experiment: Experiment = REMEMBERING, **flower: Any
+) -> FaultyGrid:
+    """The grid of a run with a fault."""
     experiment = over_flower(experiment, **flower)
-    grid = TroubledGrid(experiment, folder.parent / "sites", trouble)
+    grid = FaultyGrid(experiment, folder.parent / "sites", fault)
     run(experiment, folder, data=toys.blobs(), grid=grid)
     return grid
 
 
-def same_bits(folder: Path, whole: Path) -> None:
-    assert (folder / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    assert journal(folder) == journal(whole)
+def assert_same_run(folder: Path, expected: Path) -> None:
+    """Both runs have the same model and the same journal."""
+    assert model_bytes(folder) == model_bytes(expected)
+    assert journal(folder) == journal(expected)
 
 
-def lost_once(code: int | None) -> Any:
-    """Every client's first reply in round 2 is lost: with Flower's error, or unreadable on its
-    way.
-    """
-    from flwr.app import Error, Message
+def first_reply_of_round_2_is_lost(code: int) -> Fault:
+    """The fault that every client's first reply in round 2 is replaced by Flower's error."""
 
-    from fedstill.flower.engine import serialised
-
-    def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        reply = grid.work(client, data)
-        if round == 2 and not before:
-            return serialised(Message(Error(code or 0, "gone"), reply_to=parsed(data)))
+    def fault(delivery: Delivery) -> Parcel:
+        reply = delivery.reply()
+        if delivery.round == 2 and delivery.attempt == 1:
+            return delivery.error(code)
         return reply
 
-    return trouble
+    return fault
 
 
 @pytest.mark.parametrize(
     "code", [3, 4, 5, 8], ids=["message gone", "reply gone", "node gone", "app crashed"]
 )
-def test_a_lost_reply_is_asked_for_again_and_answered_from_the_kept_one(
-    code: int, whole: Path, tmp_path: Path
+def test_a_lost_reply_is_requested_again_and_answered_from_the_stored_one(
+    code: int, simulation: Path, tmp_path: Path
 ) -> None:
-    same = tmp_path / "run"
-    grid = troubled(same, lost_once(code))
-    same_bits(same, whole)
-    assert grid._met[(0, 2, 0)] == 2
+    grid = run_with(tmp_path / "run", first_reply_of_round_2_is_lost(code))
+
+    assert_same_run(tmp_path / "run", simulation)
+    assert grid.attempts[StageRequest(client=0, round=2, stage=0)] == 2
 
 
-def test_a_client_killed_before_it_kept_its_reply_works_again_to_the_same_bits(
-    whole: Path, tmp_path: Path
+def test_a_client_killed_before_it_stored_its_reply_works_again_to_the_same_bits(
+    simulation: Path, tmp_path: Path
 ) -> None:
-    def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        if round == 2 and not before and client == 1:
-            grid.work(client, data)
-            (kept,) = (tmp_path / "sites").rglob("client1/0000002-0000000.reply")
-            kept.unlink()  # the memory was written already, the reply was not
-            return lost_once(8)(grid, client, round, before, data)
-        return grid.work(client, data)
+    """The client's state is written before the reply."""
 
-    troubled(tmp_path / "run", trouble)
-    same_bits(tmp_path / "run", whole)
+    def killed(delivery: Delivery) -> Parcel:
+        reply = delivery.reply()
+        if delivery.round == 2 and delivery.attempt == 1 and delivery.client == 1:
+            (stored,) = (tmp_path / "sites").rglob("client1/0000002-0000000.reply")
+            stored.unlink()
+            return delivery.error(8)
+        return reply
+
+    run_with(tmp_path / "run", killed)
+
+    assert_same_run(tmp_path / "run", simulation)
 
 
 @pytest.mark.parametrize("failures", ["stop", "tolerate"])
@@ -115,325 +127,345 @@ def test_a_failure_at_a_client_names_the_line_and_advises_no_debugging_at_the_se
 ) -> None:
     experiment = over_flower(replace(REMEMBERING, method=toys.Failing(who=1)))
     experiment = replace(experiment, clients={"failures": failures, "quorum": 1.0})
+
     with pytest.raises((ClientFailed, TooFewReplies), match=r"client 1.*toys\.py, line") as caught:
         run(experiment, tmp_path / "run", data=toys.blobs())
+
     assert "debug" not in str(caught.value)
     assert "debug" not in caught.value.in_shell
 
 
-def test_a_damaged_kept_reply_is_worked_out_again(whole: Path, tmp_path: Path) -> None:
-    def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        out = lost_once(8)(grid, client, round, before, data)
-        if round == 2 and not before:
-            (kept,) = (tmp_path / "sites").rglob(f"client{client}/0000002-0000000.reply")
-            kept.write_bytes(kept.read_bytes()[:-7])
-        return out
-
-    troubled(tmp_path / "run", trouble)
-    same_bits(tmp_path / "run", whole)
-
-
-def test_a_reply_that_never_comes_is_a_failure_by_name_and_leaves_no_memory(tmp_path: Path) -> None:
-    def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        reply = grid.work(client, data)
-        return None if (client, round) == (1, 2) else reply
-
-    troubled(tmp_path / "run", trouble)
-    assert refused(tmp_path / "run") == [
-        (2, 1, "failed: did not reply within the deadline of 30 s (flower.deadline)")
-    ]
-    assert seen(tmp_path / "run") == {0: 3, 1: 2, 2: 3, 3: 3}, (
-        "the lost round does not count, at client 1 alone"
-    )
-
-
-def seen(folder: Path) -> dict[int, int]:
-    """How often each client remembers to have acted, by the memory that the last checkpoint
-    counts.
-    """
-    import json
-
-    from fedstill.core.codec import decode
-
-    latest = (folder / "checkpoints" / "LATEST").read_text()
-    memory = json.loads((folder / "checkpoints" / latest).read_text())["manifest"]["memory"]
-    sites = folder.parent / "sites"
-    found = {}
-    for client, (name, _) in memory.items():
-        (path,) = sites.rglob(f"client{client}/{name}")
-        found[int(client)] = int(decode(path.read_bytes()).number("seen"))
-    return found
-
-
-def test_a_late_reply_is_not_folded_into_a_later_round(tmp_path: Path) -> None:
-    late: list[Parcel] = []
-
-    def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        if (client, round) == (1, 2):
-            late.append(grid.work(client, data) or Parcel(b""))
-            return None
-        if (client, round) == (1, 3):
-            grid._replies["999"] = late[0]  # it comes now, as the answer to a message of long ago
-        return grid.work(client, data)
-
-    troubled(tmp_path / "run", trouble)
-    assert [r[:2] for r in refused(tmp_path / "run")] == [(2, 1)]
-    assert seen(tmp_path / "run")[1] == 2
-
-
-def test_a_late_reply_sent_as_the_answer_of_another_round_is_refused(tmp_path: Path) -> None:
-    from fedstill.flower.engine import serialised
-
-    late = []
-
-    def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        from flwr.app import Message
-
-        reply = grid.work(client, data)
-        if (client, round) == (1, 2):
-            late.append(parsed(reply or Parcel(b"")).content)
-        if (client, round) == (1, 3):
-            return serialised(Message(late[0], reply_to=parsed(data)))
+def test_a_damaged_stored_reply_is_computed_again(simulation: Path, tmp_path: Path) -> None:
+    def damaged(delivery: Delivery) -> Parcel:
+        reply = delivery.reply()
+        if delivery.round == 2 and delivery.attempt == 1:
+            folder = f"client{delivery.client}"
+            (stored,) = (tmp_path / "sites").rglob(f"{folder}/0000002-0000000.reply")
+            stored.write_bytes(stored.read_bytes()[:-7])
+            return delivery.error(8)
         return reply
 
-    troubled(tmp_path / "run", trouble)
-    assert refused(tmp_path / "run") == [(3, 1, "replied for round 2 stage 0, not 3 and 0")]
+    run_with(tmp_path / "run", damaged)
+
+    assert_same_run(tmp_path / "run", simulation)
 
 
-def test_a_client_that_raises_is_a_failure_and_the_round_goes_on_as_in_process(
+def test_a_reply_that_never_comes_is_a_failure_by_name_and_leaves_no_state(tmp_path: Path) -> None:
+    """The lost round does not count, at client 1 only."""
+
+    def lost(delivery: Delivery) -> Parcel | None:
+        reply = delivery.reply()
+        if delivery.client == 1 and delivery.round == 2:
+            return None
+        return reply
+
+    run_with(tmp_path / "run", lost)
+
+    reason = "failed: did not reply within the deadline of 30 s (flower.deadline)"
+    assert refused_replies(tmp_path / "run") == {Refusal(2, client=1): reason}
+    assert remembered_rounds(tmp_path / "run") == {0: 3, 1: 2, 2: 3, 3: 3}
+
+
+def remembered_rounds(folder: Path) -> dict[int, int]:
+    """How often each client acted, according to the state that the last checkpoint names."""
+    checkpoints = folder / "checkpoints"
+    latest = checkpoints / (checkpoints / "LATEST").read_text()
+    versions = json.loads(latest.read_text())["manifest"]["memory"]
+    rounds = {}
+    for client, (name, _) in versions.items():
+        (state,) = (folder.parent / "sites").rglob(f"client{client}/{name}")
+        rounds[int(client)] = int(decode(state.read_bytes()).number("seen"))
+    return rounds
+
+
+def test_a_late_reply_is_not_counted_in_a_later_round(tmp_path: Path) -> None:
+    """It comes in round 3 as the reply to a message of round 2."""
+    late_replies: list[Parcel] = []
+
+    def late(delivery: Delivery) -> Parcel | None:
+        if delivery.client == 1 and delivery.round == 2:
+            late_replies.append(delivery.reply())
+            return None
+        if delivery.client == 1 and delivery.round == 3:
+            delivery.grid._replies["999"] = late_replies[0]
+        return delivery.reply()
+
+    run_with(tmp_path / "run", late)
+
+    assert refused_replies(tmp_path / "run").keys() == {Refusal(2, client=1)}
+    assert remembered_rounds(tmp_path / "run")[1] == 2
+
+
+def test_a_late_reply_sent_as_the_reply_of_another_round_is_refused(tmp_path: Path) -> None:
+    contents: list[Any] = []
+
+    def misdated(delivery: Delivery) -> Parcel:
+        reply = delivery.reply()
+        if delivery.client == 1 and delivery.round == 2:
+            contents.append(parsed(reply).content)
+        if delivery.client == 1 and delivery.round == 3:
+            return delivery.with_content(contents[0])
+        return reply
+
+    run_with(tmp_path / "run", misdated)
+
+    assert refused_replies(tmp_path / "run") == {
+        Refusal(3, client=1): "replied for round 2 stage 0, not 3 and 0"
+    }
+
+
+def test_a_client_that_raises_is_a_failure_and_the_round_continues_as_in_process(
     tmp_path: Path,
 ) -> None:
-    all_four = {"clients": 4, "sampled": 4}
-    raising = toys.toy(toys.Failing(who=1, how="raise"), topology=all_four, clients=toys.TOLERANT)
+    raising = toys.toy(toys.Failing(who=1, how="raise"), topology=ALL_FOUR, clients=toys.TOLERANT)
     run(replace(raising, engine="serial"), tmp_path / "serial", data=toys.blobs())
-    troubled(tmp_path / "run", None, raising)
-    same_bits(tmp_path / "run", tmp_path / "serial")
-    assert [r[:2] for r in refused(tmp_path / "run")] == [(2, 1), (3, 1)]
+
+    run_with(tmp_path / "run", None, raising)
+
+    assert_same_run(tmp_path / "run", tmp_path / "serial")
+    assert refused_replies(tmp_path / "run").keys() == {Refusal(2, client=1), Refusal(3, client=1)}
 
 
 @pytest.mark.parametrize("how", ["nan", "shape", "type", "huge", "extra", "missing"])
-def test_a_refused_reply_is_refused_by_the_same_name_as_in_process(
+def test_a_refused_reply_is_refused_for_the_same_reason_as_in_process(
     how: str, tmp_path: Path
 ) -> None:
-    bad = toys.toy(toys.Failing(who=1, how=how), topology={"clients": 4, "sampled": 4})
-    run(replace(bad, engine="serial"), tmp_path / "serial", data=toys.blobs())
-    troubled(tmp_path / "run", None, bad)
-    same_bits(tmp_path / "run", tmp_path / "serial")
-    assert [r[:2] for r in refused(tmp_path / "run")] == [(2, 1), (3, 1)]
-    assert seen(tmp_path / "run")[1] == 1, "what a refused reply left at the client does not count"
+    """The state that the client has after a refused reply does not count."""
+    spoiling = toys.toy(toys.Failing(who=1, how=how), topology=ALL_FOUR)
+    run(replace(spoiling, engine="serial"), tmp_path / "serial", data=toys.blobs())
+
+    run_with(tmp_path / "run", None, spoiling)
+
+    assert_same_run(tmp_path / "run", tmp_path / "serial")
+    assert refused_replies(tmp_path / "run").keys() == {Refusal(2, client=1), Refusal(3, client=1)}
+    assert remembered_rounds(tmp_path / "run")[1] == 1
 
 
 def test_an_app_that_crashes_again_and_again_is_given_up_by_name(tmp_path: Path) -> None:
-    from flwr.app import Error, Message
+    """The message is sent once, and twice again."""
 
-    from fedstill.flower.engine import serialised
+    def crashes(delivery: Delivery) -> Parcel:
+        if delivery.client == 1 and delivery.round == 2:
+            return delivery.error(8, "ClientApp stopped responding.")
+        return delivery.reply()
 
-    def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        if (client, round) == (1, 2):
-            return serialised(
-                Message(Error(8, "ClientApp stopped responding."), reply_to=parsed(data))
-            )
-        return grid.work(client, data)
+    grid = run_with(tmp_path / "run", crashes, retries=2)
 
-    grid = troubled(tmp_path / "run", trouble, retries=2)
-    assert refused(tmp_path / "run") == [
-        (2, 1, "failed: Flower's error 8: ClientApp stopped responding.")
-    ]
-    assert grid._met[(1, 2, 0)] == 3, "sent once, and twice again"
+    assert refused_replies(tmp_path / "run") == {
+        Refusal(2, client=1): "failed: Flower's error 8: ClientApp stopped responding."
+    }
+    assert grid.attempts[StageRequest(client=1, round=2, stage=0)] == 3
 
 
-def test_a_node_that_is_away_is_missed_by_name_and_used_again_when_it_returns(
-    tmp_path: Path,
-) -> None:
+def test_an_absent_node_is_missed_by_name_and_used_again_when_it_returns(tmp_path: Path) -> None:
     experiment = over_flower(REMEMBERING)
-    grid = TroubledGrid(experiment, tmp_path / "sites")
+    grid = FaultyGrid(experiment, tmp_path / "sites")
 
-    class Watch(Quiet):
+    class Absence(Quiet):
+        """Client 2 is away during round 2."""
+
         def round(self, event: Mapping[str, Any], rounds: int) -> None:
-            grid.away = {2} if event["round"] == 1 else set()
+            grid.away = set()
+            if event["round"] == 1:
+                grid.away = {2}
 
-    run(experiment, tmp_path / "run", data=toys.blobs(), watch=Watch(), grid=grid)
-    assert refused(tmp_path / "run") == [
-        (2, 2, "failed: was not connected within the deadline of 30 s (flower.deadline)")
-    ]
+    run(experiment, tmp_path / "run", data=toys.blobs(), watch=Absence(), grid=grid)
 
-
-def test_a_node_that_restarts_within_the_deadline_costs_nothing(
-    whole: Path, tmp_path: Path
-) -> None:
-    """It comes back under another id, as a new machine would, with its disk."""
-
-    class Restarting(TroubledGrid):
-        looks = 0
-
-        def get_node_ids(self) -> list[int]:
-            self.looks += 1
-            if self.looks == 3:  # nobody is seen now; from the next look on it is there
-                old = next(n for n in self.nodes if self.client(n) == 2)
-                self.nodes[77] = self.nodes.pop(old)
-            return super().get_node_ids() if self.looks % 3 else []
-
-    experiment = over_flower(REMEMBERING, deadline=20)
-    grid = Restarting(experiment, tmp_path / "sites", None)
-    run(experiment, tmp_path / "run", data=toys.blobs(), grid=grid)
-    assert 77 in grid.nodes
-    same_bits(tmp_path / "run", whole)
+    reason = "failed: was not connected within the deadline of 30 s (flower.deadline)"
+    assert refused_replies(tmp_path / "run") == {Refusal(2, client=2): reason}
 
 
-def test_what_a_node_held_when_it_restarted_is_sent_again_within_the_deadline(
-    whole: Path, tmp_path: Path
-) -> None:
-    """It is back before Flower misses it, under its old id: the message is gone, and no error says
-    so.
+NEW_NODE = 77
+
+
+class RestartingGrid(FaultyGrid):
+    """The node of client 2 gets another id at the third query for nodes, as a new machine with the
+    same disk would. Every third query finds no nodes.
     """
 
-    def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        return None if (client, round, before) == (2, 2, 0) else grid.work(client, data)
+    queries = 0
 
-    grid = troubled(tmp_path / "run", trouble, deadline=30, retries=2)
-    same_bits(tmp_path / "run", whole)
-    assert grid._met[(2, 2, 0)] == 2
+    def get_node_ids(self) -> list[int]:
+        self.queries += 1
+        if self.queries == 3:
+            self.nodes[NEW_NODE] = self.nodes.pop(self.node(2))
+        if self.queries % 3 == 0:
+            return []
+        return super().get_node_ids()
 
 
-def test_a_client_that_works_for_longer_than_its_share_is_asked_again_and_its_first_answer_counts(
-    whole: Path, tmp_path: Path
+def test_a_node_that_restarts_within_the_deadline_has_no_effect(
+    simulation: Path, tmp_path: Path
 ) -> None:
-    class Slow(TroubledGrid):
-        def pull_messages(self, message_ids: Iterable[str]) -> list[Any]:
-            self._replies.update(
-                {i: reply for i, (ready, reply) in late.items() if self.time >= ready}
-            )
-            return super().pull_messages(message_ids)
+    experiment = over_flower(REMEMBERING, deadline=20)
+    grid = RestartingGrid(experiment, tmp_path / "sites")
 
-    late: dict[str, tuple[float, Parcel]] = {}
+    run(experiment, tmp_path / "run", data=toys.blobs(), grid=grid)
 
-    def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        reply = grid.work(client, data)
-        if (client, round) != (2, 2) or reply is None:
+    assert NEW_NODE in grid.nodes
+    assert_same_run(tmp_path / "run", simulation)
+
+
+def test_a_message_that_a_node_lost_at_its_restart_is_sent_again_within_the_deadline(
+    simulation: Path, tmp_path: Path
+) -> None:
+    """The node is back under its old id before Flower misses it, so no error reports the loss."""
+
+    def lost(delivery: Delivery) -> Parcel | None:
+        if delivery.request == restarted and delivery.attempt == 1:
+            return None
+        return delivery.reply()
+
+    restarted = StageRequest(client=2, round=2, stage=0)
+
+    grid = run_with(tmp_path / "run", lost, deadline=30, retries=2)
+
+    assert_same_run(tmp_path / "run", simulation)
+    assert grid.attempts[restarted] == 2
+
+
+class SlowGrid(FaultyGrid):
+    """The first reply of a client to one request takes 15 seconds; further ones never come."""
+
+    slow_request = StageRequest(client=2, round=2, stage=0)
+    slow_id = ""
+    slow_reply: Parcel
+    ready_at = 0.0
+
+    def __init__(self, experiment: Experiment, sites: Path) -> None:
+        super().__init__(experiment, sites, self.delayed)
+
+    def delayed(self, delivery: Delivery) -> Parcel | None:
+        """The fault of this grid."""
+        reply = delivery.reply()
+        if delivery.request != self.slow_request:
             return reply
-        if not before:
-            late[parsed(data).metadata.message_id] = (grid.time + 15, reply)
+        if delivery.attempt == 1:
+            self.slow_id = parsed(delivery.message).metadata.message_id
+            self.slow_reply = reply
+            self.ready_at = self.time + 15
         return None
 
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Any]:
+        if self.slow_id and self.time >= self.ready_at:
+            self._replies[self.slow_id] = self.slow_reply
+        return super().pull_messages(message_ids)
+
+
+def test_a_client_that_works_longer_than_a_retry_is_asked_again_and_its_first_reply_counts(
+    simulation: Path, tmp_path: Path
+) -> None:
+    """With two retries in 30 seconds, it is asked again after ten."""
     experiment = over_flower(REMEMBERING, deadline=30, retries=2)
-    grid = Slow(experiment, tmp_path / "sites", trouble)
+    grid = SlowGrid(experiment, tmp_path / "sites")
+
     run(experiment, tmp_path / "run", data=toys.blobs(), grid=grid)
-    same_bits(tmp_path / "run", whole)
-    assert grid._met[(2, 2, 0)] == 2, "asked again after ten seconds"
+
+    assert_same_run(tmp_path / "run", simulation)
+    assert grid.attempts[grid.slow_request] == 2
 
 
 def test_two_nodes_that_claim_one_client_are_both_left_out_by_name(tmp_path: Path) -> None:
     experiment = over_flower(REMEMBERING)
-    grid = TroubledGrid(experiment, tmp_path / "sites", None)
-    old = next(n for n in grid.nodes if grid.client(n) == 2)
-    grid.nodes[77] = grid.nodes[old]
+    grid = FaultyGrid(experiment, tmp_path / "sites")
+    grid.nodes[NEW_NODE] = grid.nodes[grid.node(2)]
+
     run(experiment, tmp_path / "run", data=toys.blobs(), grid=grid)
-    assert {r[1:] for r in refused(tmp_path / "run")} == {
-        (2, "failed: is claimed by 2 nodes: stop all but one of them")
-    }
+
+    reasons = refused_replies(tmp_path / "run")
+    assert {refusal.client for refusal in reasons} == {2}
+    assert set(reasons.values()) == {"failed: is claimed by 2 nodes: stop all but one of them"}
 
 
-def test_below_the_quorum_the_run_stops_by_name_and_goes_on_when_the_nodes_are_back(
-    whole: Path, tmp_path: Path
+def test_below_the_quorum_the_run_stops_by_name_and_can_be_resumed_when_the_nodes_are_back(
+    simulation: Path, tmp_path: Path
 ) -> None:
+    def nobody_replies_in_round_2(delivery: Delivery) -> Parcel | None:
+        if delivery.round == 2:
+            return None
+        return delivery.reply()
+
     experiment = over_flower(REMEMBERING)
-    grid = TroubledGrid(
-        experiment, tmp_path / "sites", lambda g, c, r, b, d: None if r == 2 else g.work(c, d)
-    )
+    grid = FaultyGrid(experiment, tmp_path / "sites", nobody_replies_in_round_2)
     with pytest.raises(TooFewReplies, match="deadline"):
         run(experiment, tmp_path / "run", data=toys.blobs(), grid=grid)
-    grid.trouble = None
+
+    grid.fault = None
     resume(tmp_path / "run", data=toys.blobs(), grid=grid)
-    same_bits(tmp_path / "run", whole)
+
+    assert_same_run(tmp_path / "run", simulation)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_server_that_was_killed_after_it_asked_resumes_to_the_same_bits(
-    stages: int, whole: Path, tmp_path: Path
+def test_a_server_that_was_killed_in_a_stage_resumes_to_the_same_bits(
+    stages: int, simulation: Path, tmp_path: Path
 ) -> None:
-    """Clients had done the stage that the checkpoint does not know; they answer it from the kept
-    replies.
+    """Clients have executed the stage that the checkpoint does not know; they answer it from their
+    stored replies.
     """
-    experiment, sites, worked = over_flower(REMEMBERING), tmp_path / "sites", []
+    experiment = over_flower(REMEMBERING)
+    sites = tmp_path / "sites"
 
-    def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        out = grid.work(client, data)
-        if round == stages + 1 and client == 3:
-            # the server ends in the middle of a stage, when all clients have done it
+    def server_ends_when_all_have_worked(delivery: Delivery) -> Parcel:
+        reply = delivery.reply()
+        if delivery.round == stages + 1 and delivery.client == 3:
             raise KeyboardInterrupt
-        return out
+        return reply
 
+    killed = FaultyGrid(experiment, sites, server_ends_when_all_have_worked)
     with pytest.raises(KeyboardInterrupt):
-        run(
-            experiment,
-            tmp_path / "run",
-            data=toys.blobs(),
-            grid=TroubledGrid(experiment, sites, trouble),
-        )
-    before = {p: p.stat().st_mtime_ns for p in sites.rglob(f"*-round{stages + 1}-*.safetensors")}
-    assert len(before) == 4
+        run(experiment, tmp_path / "run", data=toys.blobs(), grid=killed)
+    states = list(sites.rglob(f"*-round{stages + 1}-*.safetensors"))
+    written_at = [state.stat().st_mtime_ns for state in states]
+    assert len(states) == 4
 
-    def watch(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        worked.append((client, round))
-        return grid.work(client, data)
-
-    again = TroubledGrid(experiment, sites, watch)
+    grid = FaultyGrid(experiment, sites, Delivery.reply)
     with pytest.raises(Interrupted):
-        resume(tmp_path / "run", data=toys.blobs(), watch=StopAfter(1), grid=again)
-    assert sorted(worked) == [(c, stages + 1) for c in range(4)]
-    assert {p: p.stat().st_mtime_ns for p in before} == before, "nobody worked twice"
-    resume(tmp_path / "run", data=toys.blobs(), grid=again)
-    same_bits(tmp_path / "run", whole)
+        resume(tmp_path / "run", data=toys.blobs(), watch=StopAfter(1), grid=grid)
+
+    assert grid.attempts == {
+        StageRequest(client, round=stages + 1, stage=0): 1 for client in range(4)
+    }
+    assert [state.stat().st_mtime_ns for state in states] == written_at, "nobody worked twice"
+    resume(tmp_path / "run", data=toys.blobs(), grid=grid)
+    assert_same_run(tmp_path / "run", simulation)
 
 
-def test_a_link_of_a_chain_that_does_not_answer_is_skipped(tmp_path: Path) -> None:
-    chain = toys.toy("toy_chain", rounds=2, topology={"clients": 4, "sampled": 4})
-    troubled(
-        tmp_path / "run", lambda g, c, r, b, d: None if (c, r) == (1, 2) else g.work(c, d), chain
-    )
-    assert [r[:2] for r in refused(tmp_path / "run")] == [(2, 1)]
-    assert [e for e in journal(tmp_path / "run") if e["event"] == "round"][-1]["replies"] == 3
+def test_a_link_of_a_chain_that_does_not_reply_is_skipped(tmp_path: Path) -> None:
+    def lost(delivery: Delivery) -> Parcel | None:
+        if delivery.client == 1 and delivery.round == 2:
+            return None
+        return delivery.reply()
+
+    chain = toys.toy("toy_chain", rounds=2, topology=ALL_FOUR)
+
+    run_with(tmp_path / "run", lost, chain)
+
+    assert refused_replies(tmp_path / "run").keys() == {Refusal(2, client=1)}
+    last_round = journal_events(tmp_path / "run", event="round")[-1]
+    assert last_round["replies"] == 3
 
 
-def test_a_site_that_lost_its_disk_says_so(tmp_path: Path) -> None:
-    def trouble(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        if (client, round) == (1, 2):
-            for path in (tmp_path / "sites").rglob("client1/*.safetensors"):
-                path.unlink()
-        return grid.work(client, data)
+def test_a_site_that_lost_its_disk_reports_it(tmp_path: Path) -> None:
+    def disk_is_lost(delivery: Delivery) -> Parcel:
+        if delivery.client == 1 and delivery.round == 2:
+            for state in (tmp_path / "sites").rglob("client1/*.safetensors"):
+                state.unlink()
+        return delivery.reply()
 
-    troubled(tmp_path / "run", trouble)
-    ((round, client, why), *_) = refused(tmp_path / "run")
-    assert (round, client) == (2, 1)
-    assert why.startswith(
+    run_with(tmp_path / "run", disk_is_lost)
+
+    first_refusal = refusals(tmp_path / "run")[0]
+    assert first_refusal["round"] == 2
+    assert first_refusal["client"] == 1
+    assert first_refusal["refused"].startswith(
         "failed: the client state client1-round1-stage0.safetensors cannot be used"
     )
 
 
-def test_an_answer_over_the_limit_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_reply_over_the_limit_is_refused_by_name(tmp_path: Path) -> None:
+    large = toys.toy(rounds=1, model={"name": "mlp", "hidden": (20000,)}, plan={"epochs": 0})
+    experiment = over_flower(large, max_mb=1)
 
-    experiment = over_flower(
-        toys.toy(rounds=1, model={"name": "mlp", "hidden": (20000,)}, plan={"epochs": 0}), max_mb=1
-    )
     with pytest.raises(TooFewReplies, match="1048576"):
         run(experiment, tmp_path / "run", data=toys.blobs())

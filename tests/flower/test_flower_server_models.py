@@ -33,14 +33,12 @@ from fedstill.core.records import (
 )
 from fedstill.core.registry import method
 from fedstill.flower.engine import LoopbackGrid
-from fedstill.flower.site import StageExecutor, client_app
 from fedstill.losses import cross_entropy
 from fedstill.models.contract import initial
-from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
-from fedstill.running.result import Result
 from fedstill.running.runner import resume, run
-from flowers import needs_flower, own_sites
+from flowers import needs_flower, own_sites, site_grid
+from journals import journal_events
 from run_bits import StopAfter, assert_same_bits, bits
 
 pytestmark = needs_flower
@@ -117,74 +115,73 @@ class TrainBest(ClientWork):
 
 
 def clustered(**changes: Any) -> Experiment:
-    what = {"rounds": 3, "measure": (), "data": {}, "topology": {"clients": CLIENTS}}
-    return toys.toy("toy_clustered", **{**what, **changes})
+    """Three clients, each of which trains the better one of two models for three rounds."""
+    values = {"rounds": 3, "measure": (), "data": {}, "topology": {"clients": CLIENTS}}
+    return toys.toy("toy_clustered", **{**values, **changes})
 
 
 def at_sites(experiment: Experiment) -> Experiment:
     """The same experiment over sites that have the simulation's parts of the data."""
-    flower = {"deadline": 30, "poll": 1, "data": "sites", "federation": "/federation"}
-    flower["test_every"] = int(bool(experiment.metrics))  # a simulation has no stage of tests
+    flower = {
+        "deadline": 30,
+        "poll": 1,
+        "data": "sites",
+        "federation": "/federation",
+        # A simulation has no stage of tests.
+        "test_every": int(bool(experiment.metrics)),
+    }
     return replace(experiment, engine="flower", flower=flower)
 
 
 def grid_of(experiment: Experiment, folder: Path) -> LoopbackGrid:
     """The grid of these sites."""
-    simulated = prepare(
-        resolve(experiment.with_values({"data.name": "blobs"}, "test")), toys.blobs()
-    )
-    executors = {
-        site.client: StageExecutor(site, shows_reasons=True)
-        for site in own_sites(simulated, folder)
-    }
-
-    def executor_of(context: Any) -> tuple[int, StageExecutor]:
-        client = int(context.node_config["partition-id"])
-        return client, executors[client]
-
-    return LoopbackGrid(client_app(executor_of, 1 << 30), range(CLIENTS))
+    settings = resolve(experiment.with_values({"data.name": "blobs"}, "test"))
+    return site_grid(own_sites(prepare(settings, toys.blobs()), folder))
 
 
-def rounds_of(folder: Path) -> list[dict[str, Any]]:
-    events = read_journal(folder / "journal.jsonl")
-    return [event for event in events if event["event"] == "round"]
+def model_files(folder: Path) -> dict[str, bytes]:
+    """The files of a run's models, by name."""
+    return {path.name: path.read_bytes() for path in (folder / "models").glob("*")}
+
+
+def by_round(folder: Path, field: str) -> list[Any]:
+    """A field of the events of rounds."""
+    return [event[field] for event in journal_events(folder, event="round")]
 
 
 def test_sites_give_the_models_and_choices_of_the_simulation(tmp_path: Path) -> None:
-    asked = clustered()
-    run(replace(asked, engine="serial"), tmp_path / "simulated", toys.blobs())
-    grid = grid_of(asked, tmp_path / "sites")
-    run(at_sites(asked), tmp_path / "there", toys.blobs(), grid=grid)
+    experiment = clustered()
+    run(replace(experiment, engine="serial"), tmp_path / "simulated", toys.blobs())
 
-    simulated, there = rounds_of(tmp_path / "simulated"), rounds_of(tmp_path / "there")
-    choices = [event["client_predictors"] for event in there]
-    assert choices == [event["client_predictors"] for event in simulated]
-    assert len({name for choice in choices for name in choice.values()}) == 2, "both are chosen"
-    assert [event["others"] for event in there] == [event["others"] for event in simulated]
-    assert [event["accuracy"] for event in there] == [event["accuracy"] for event in simulated]
-    models = [
-        {path.name: path.read_bytes() for path in (folder / "models").glob("*")}
-        for folder in (tmp_path / "simulated", tmp_path / "there")
-    ]
-    assert models[0] == models[1]
+    grid = grid_of(experiment, tmp_path / "sites")
+    run(at_sites(experiment), tmp_path / "run", toys.blobs(), grid=grid)
+
+    for field in ("client_predictors", "others", "accuracy"):
+        assert by_round(tmp_path / "run", field) == by_round(tmp_path / "simulated", field)
+    choices = by_round(tmp_path / "run", "client_predictors")
+    names = set().union(*(choice.values() for choice in choices))
+    assert len(names) == 2, "both models are chosen"
+    assert model_files(tmp_path / "run") == model_files(tmp_path / "simulated")
 
 
 def test_a_run_over_sites_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    asked = at_sites(clustered())
+    experiment = at_sites(clustered())
+    uninterrupted = tmp_path / "uninterrupted"
     grid = grid_of(clustered(), tmp_path / "sites")
-    run(asked, tmp_path / "complete", toys.blobs(), grid=grid)
+    run(experiment, uninterrupted, toys.blobs(), grid=grid)
 
-    again = grid_of(clustered(), tmp_path / "again")
-    folder = tmp_path / "stopped"
+    stopped = tmp_path / "stopped"
+    grid = grid_of(clustered(), tmp_path / "other sites")
     with pytest.raises(Interrupted):
-        run(asked, folder, toys.blobs(), watch=StopAfter(2), grid=again)
-    resume(folder, data=toys.blobs(), grid=again)
-    assert_same_bits(bits(folder), bits(tmp_path / "complete"))
+        run(experiment, stopped, toys.blobs(), watch=StopAfter(2), grid=grid)
+    resume(stopped, data=toys.blobs(), grid=grid)
+
+    assert_same_bits(bits(stopped), bits(uninterrupted))
 
 
 def test_each_site_tests_its_model_on_its_own_examples(tmp_path: Path) -> None:
     """Rounds are compared by held-out examples, and metrics are those of each site's model."""
-    asked = toys.stopping_early(
+    experiment = toys.stopping_early(
         "toy_clustered",
         topology={"clients": CLIENTS},
         stop={"patience": 2},
@@ -192,30 +189,33 @@ def test_each_site_tests_its_model_on_its_own_examples(tmp_path: Path) -> None:
         data={},
         metrics=("recall",),
     )
-    run(asked, tmp_path / "simulated", toys.blobs())
-    grid = grid_of(asked, tmp_path / "sites")
-    run(at_sites(asked), tmp_path / "there", toys.blobs(), grid=grid)
+    simulation = run(experiment, tmp_path / "simulated", toys.blobs())
 
-    result, simulated = Result.of(tmp_path / "there"), Result.of(tmp_path / "simulated")
-    scores = [event["selection_score"] for event in result.history]
-    assert scores == [event["selection_score"] for event in simulated.history]
-    assert result.summary["best_round"] == simulated.summary["best_round"]
+    grid = grid_of(experiment, tmp_path / "sites")
+    result = run(at_sites(experiment), tmp_path / "run", toys.blobs(), grid=grid)
 
-    # all sites have the common test set, so theirs are the accuracies of the models on it
+    assert by_round(tmp_path / "run", "selection_score") == by_round(
+        tmp_path / "simulated", "selection_score"
+    )
+    assert result.summary["best_round"] == simulation.summary["best_round"]
+
+    # All sites have the common test set, so theirs are the accuracies of the models on it.
     for event in result.history:
         for client, name in event["client_predictors"].items():
             accuracy = event["own_test_by_client"][client]
             assert accuracy == pytest.approx(event["others"][name]["accuracy"])
-    tested = [e for e in read_journal(tmp_path / "there/journal.jsonl") if "held_out_accuracy" in e]
-    assert {event["name"] for event in tested} == {"held_out_test"}
-    assert len(tested) == CLIENTS * len(result.history)
+    tests = [event for event in journal_events(tmp_path / "run") if "held_out_accuracy" in event]
+    assert {event["name"] for event in tests} == {"held_out_test"}
+    assert len(tests) == CLIENTS * len(result.history)
 
 
 def test_a_site_without_a_test_set_at_the_server_has_its_own_accuracy(tmp_path: Path) -> None:
     """The metrics of a run whose server has no data are those that sites report."""
-    asked = clustered(metrics=("recall",))
-    grid = grid_of(asked, tmp_path / "sites")
-    run(at_sites(asked), tmp_path / "there", toys.blobs(), grid=grid)
-    for event in rounds_of(tmp_path / "there")[1:]:
+    experiment = clustered(metrics=("recall",))
+    grid = grid_of(experiment, tmp_path / "sites")
+
+    run(at_sites(experiment), tmp_path / "run", toys.blobs(), grid=grid)
+
+    for event in journal_events(tmp_path / "run", event="round")[1:]:
         assert event["own_test_by_client"].keys() == {str(c) for c in range(CLIENTS)}
         assert 0 <= event["own_test_recall"] <= 1

@@ -5,8 +5,7 @@ refuses.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ pytest.importorskip("Crypto")
 
 import fedstill
 import toys
+from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import BadPayload, ConfigError, Refused, TooFewReplies
 from fedstill.core.extensions import SiteNotebook
@@ -32,11 +32,12 @@ from fedstill.privacy.masking import Masking
 from fedstill.privacy.noise import Privacy
 from fedstill.privacy.protocol import KEY, SEALED, STEPS, as_bytes, byte_tensors, question, unmasked
 from fedstill.privacy.site_guards import RUNS_WITH_SUMS, RunsWithSums
-from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
-from flowers import needs_flower, over_flower
-from troubled_grid import TroubledGrid
+from flowers import MESSAGE_BYTES, needs_flower, over_flower
+from journals import journal_events
+from run_bits import model_bytes
+from troubled_grid import Delivery, Fault, FaultyGrid, payload_of
 
 pytestmark = needs_flower
 
@@ -51,164 +52,165 @@ SECRET = toys.toy(
 )
 
 
-def step_of(data: Parcel) -> str:
-    return str(payload_of(data).get("sum.step"))
+CLIENTS = range(5)
 
 
-def payload_of(data: Parcel) -> Payload:
-    return header_and_payload(parsed(data).content, 1 << 30)[1]
-
-
-def model(folder: Path) -> bytes:
-    return (folder / "model.safetensors").read_bytes()
+def step_of(delivery: Delivery) -> str:
+    """The step of the secure sum that the message requests."""
+    return str(delivery.payload.get("sum.step"))
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def simulation(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run in one process."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
+    folder = tmp_path_factory.mktemp("simulation") / "run"
     run(replace(SECRET, engine="serial"), folder, data=toys.blobs())
     return folder
 
 
-Trouble = Callable[[TroubledGrid, int, int, int, Parcel], Parcel | None]
+def run_with(folder: Path, fault: Fault, experiment: Experiment = SECRET) -> None:
+    """Run over a grid with a fault, without repetitions of requests."""
+    experiment = over_flower(experiment, retries=0)
+    grid = FaultyGrid(experiment, folder.parent / "sites", fault)
+    run(experiment, folder, data=toys.blobs(), grid=grid)
 
 
-def carried(folder: Path, trouble: Trouble, experiment=SECRET, **flower: Any) -> TroubledGrid:
-    asked = over_flower(experiment, retries=0, **flower)
-    grid = TroubledGrid(asked, folder.parent / "sites", trouble)
-    run(asked, folder, data=toys.blobs(), grid=grid)
-    return grid
+@dataclass(frozen=True)
+class StageResult:
+    """What the journal says about the sum of a stage."""
+
+    reasons: dict[int, str]
+    """Why clients were refused."""
+    examples: set[int]
+    """The examples of all clients in the sum, by the events of these clients."""
+
+    @classmethod
+    def of(cls, folder: Path, round_index: int = 1) -> StageResult:
+        """The result of a round of one stage."""
+        events = journal_events(folder, event="client", round=round_index)
+        return cls(
+            reasons={event["client"]: event["refused"] for event in events if "refused" in event},
+            examples={event["summed"] for event in events if "refused" not in event},
+        )
 
 
-def test_it_is_the_run_of_one_process_and_no_message_of_a_site_tells_its_model(
-    whole: Path, tmp_path: Path
+def training_examples(*clients: int) -> int:
+    """How many examples these clients train on together."""
+    sites = prepare(resolve(replace(SECRET, engine="serial")), toys.blobs()).sites
+    return sum(sites.training_size(client, "train") for client in clients)
+
+
+def byte_zeros(length: int) -> dict[str, torch.Tensor]:
+    """Zeros in place of the bytes for each client."""
+    return byte_tensors({client: bytes(length) for client in CLIENTS})
+
+
+class Wiretap:
+    """Records the headers and payloads of all replies on their way."""
+
+    def __init__(self) -> None:
+        self.headers: list[dict[str, Any]] = []
+        self.entries: dict[str, set[str]] = {}
+        """By step, the names of the entries of payloads."""
+        self.vectors: list[torch.Tensor] = []
+
+    def __call__(self, delivery: Delivery) -> Parcel:
+        reply = delivery.reply()
+        header, payload = header_and_payload(parsed(reply).content, MESSAGE_BYTES)
+        self.headers.append(json.loads(header))
+        self.entries.setdefault(step_of(delivery), set()).update(payload)
+        if "sum.vector" in payload:
+            self.vectors.append(payload.tensor("sum.vector"))
+        return reply
+
+
+def test_the_result_is_that_of_one_process_and_no_message_of_a_site_reveals_its_model(
+    simulation: Path, tmp_path: Path
 ) -> None:
-    groups, vectors, headers = dict[str, set[str]](), list[torch.Tensor](), list[dict[str, Any]]()
+    """Masked vectors use all values of their highest four bits, in which changes of a model would
+    be all zeros or all ones.
+    """
+    wiretap = Wiretap()
 
-    def noted(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        answer = grid.work(client, data)
-        assert answer is not None
-        header, up = header_and_payload(parsed(answer).content, 1 << 30)
-        groups.setdefault(step_of(data), set()).update(up)
-        headers.append(json.loads(header))
-        vectors.extend([up.tensor("sum.vector")] if "sum.vector" in up else [])
-        return answer
+    run_with(tmp_path / "run", wiretap)
 
-    carried(tmp_path / "run", noted)
-    assert model(tmp_path / "run") == model(whole)
-    assert groups == {step: {f"sum.{step}"} for step in STEPS}
-    assert {header["examples"] for header in headers} == {0}
-    assert {key for header in headers for key in header["metrics"]} <= {
-        "seconds",
-        "seconds_training",
-    }
-    assert len(vectors) == 10
-    top = np.concatenate([v.numpy().view(np.uint64) for v in vectors]) >> np.uint64(60)
-    assert len(set(top.tolist())) == 16, (
-        "changes of a model would fill the lowest and highest places alone"
-    )
+    assert model_bytes(tmp_path / "run") == model_bytes(simulation)
+    assert wiretap.entries == {step: {f"sum.{step}"} for step in STEPS}
+    assert {header["examples"] for header in wiretap.headers} == {0}
+    for header in wiretap.headers:
+        assert header["metrics"].keys() <= {"seconds", "seconds_training"}
+    assert len(wiretap.vectors) == 10
+    numbers = torch.cat(wiretap.vectors).numpy().view(np.uint64)
+    highest_bits = numbers >> np.uint64(60)
+    assert len(set(highest_bits.tolist())) == 16
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_clients_that_drop_out_at_any_step_are_left_out_or_counted(
     step: str, tmp_path: Path
 ) -> None:
-    def lost(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        return None if client in (1, 4) and step_of(data) == step else grid.work(client, data)
+    """At the last step, their models are in the sum already."""
 
-    carried(tmp_path / "run", lost)
-    events = [e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "client"]
-    away = {e["client"]: e["refused"] for e in events if "refused" in e}
-    summed = {e["summed"] for e in events if "refused" not in e}
-    sizes = prepare(resolve(replace(SECRET, engine="serial")), toys.blobs()).sites
-    if step == "revealed":  # their models were in the sum already
-        assert not away
-        assert summed == {sum(sizes.training_size(c, "train") for c in range(5))}
-    else:
-        assert set(away) == {1, 4}
-        assert all("did not reply within the deadline" in why for why in away.values())
-        assert summed == {sum(sizes.training_size(c, "train") for c in (0, 2, 3))}
+    def lost(delivery: Delivery) -> Parcel | None:
+        if delivery.client in (1, 4) and step_of(delivery) == step:
+            return None
+        return delivery.reply()
+
+    run_with(tmp_path / "run", lost)
+
+    for round_index in (1, 2):
+        result = StageResult.of(tmp_path / "run", round_index)
+        if step == "revealed":
+            assert not result.reasons
+            assert result.examples == {training_examples(*CLIENTS)}
+        else:
+            assert result.reasons.keys() == {1, 4}
+            for reason in result.reasons.values():
+                assert "did not reply within the deadline" in reason
+            assert result.examples == {training_examples(0, 2, 3)}
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_with_too_few_left_at_any_step_the_run_stops_by_name_and_goes_on_when_they_are_back(
-    step: str, whole: Path, tmp_path: Path
+def test_with_too_few_clients_at_any_step_the_run_stops_by_name_and_can_be_resumed(
+    step: str, simulation: Path, tmp_path: Path
 ) -> None:
-    def lost(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        return (
-            None if round == 2 and client < 3 and step_of(data) == step else grid.work(client, data)
-        )
+    def lost(delivery: Delivery) -> Parcel | None:
+        if delivery.round == 2 and delivery.client < 3 and step_of(delivery) == step:
+            return None
+        return delivery.reply()
 
-    asked = over_flower(SECRET, retries=0)
-    grid = TroubledGrid(asked, tmp_path / "sites", lost)
-    with pytest.raises(
-        TooFewReplies, match=r"no secure sum: round 2, stage 'train': 2 of 5 clients .* needs 3"
-    ):
-        run(asked, tmp_path / "run", data=toys.blobs(), grid=grid)
-    grid.trouble = None
+    experiment = over_flower(SECRET, retries=0)
+    grid = FaultyGrid(experiment, tmp_path / "sites", lost)
+    stopped = r"no secure sum: round 2, stage 'train': 2 of 5 clients .* needs 3"
+    with pytest.raises(TooFewReplies, match=stopped):
+        run(experiment, tmp_path / "run", data=toys.blobs(), grid=grid)
+
+    grid.fault = None
     resume(tmp_path / "run", data=toys.blobs(), grid=grid)
-    assert model(tmp_path / "run") == model(whole)
+
+    assert model_bytes(tmp_path / "run") == model_bytes(simulation)
 
 
-def test_a_client_that_answers_with_something_else_drops_out_by_name(tmp_path: Path) -> None:
+def test_a_client_that_sends_a_vector_of_another_length_drops_out_by_name(tmp_path: Path) -> None:
+    three_numbers = Payload({"sum.vector": torch.zeros(3, dtype=torch.int64)})
 
-    def odd(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        if client != 2 or step_of(data) != "vector":
-            return grid.work(client, data)
-        return instead(
-            data, SiteReply(2, round, 0, Payload({"sum.vector": torch.zeros(3, dtype=torch.int64)}))
-        )
+    def too_short(delivery: Delivery) -> Parcel:
+        if delivery.client == 2 and step_of(delivery) == "vector":
+            return delivery.replaced(SiteReply(2, delivery.round, 0, three_numbers))
+        return delivery.reply()
 
-    carried(tmp_path / "run", odd)
-    events = read_journal(tmp_path / "run" / "journal.jsonl")
-    said = [e["refused"] for e in events if e["event"] == "client" and "refused" in e]
-    assert len(said) == 2
-    assert all("something else than a masked vector of 182 numbers" in why for why in said)
+    run_with(tmp_path / "run", too_short)
+
+    for round_index in (1, 2):
+        reasons = StageResult.of(tmp_path / "run", round_index).reasons
+        assert reasons.keys() == {2}
+        assert "something else than a masked vector of 182 numbers" in reasons[2]
 
 
-def instead(data: Parcel, answer: SiteReply) -> Parcel:
-    """Another answer to a message than the site's own."""
-    from flwr.app import Message
-
-    from fedstill.flower.engine import serialised
-    from fedstill.flower.messages import answer_content
-
-    return serialised(Message(answer_content(answer), reply_to=parsed(data)))
-
-
-def told_of(folder: Path, round: int = 1) -> tuple[dict[int, str], set[int]]:
-    """Why clients were refused in a round, and the sums' weights of the others."""
-    events = [
-        e
-        for e in read_journal(folder / "journal.jsonl")
-        if e["event"] == "client" and e["round"] == round
-    ]
-    refused = {e["client"]: e["refused"] for e in events if "refused" in e}
-    return refused, {e["summed"] for e in events if "refused" not in e}
-
-
-def weight_of(*clients: int) -> int:
-    sites = prepare(resolve(replace(SECRET, engine="serial")), toys.blobs()).sites
-    return sum(sites.training_size(c, "train") for c in clients)
-
-
-def zeros_for_all(length: int) -> dict[str, torch.Tensor]:
-    return byte_tensors({other: bytes(length) for other in range(5)})
-
-
-WRONG = {
+WRONG_REPLIES = {
     "keys": (Payload({"sum.keys": torch.zeros(96, dtype=torch.uint8)}), "a public key is invalid"),
     "shares": (
-        Payload({"sum.shares": zeros_for_all(SEALED)}),
+        Payload({"sum.shares": byte_zeros(SEALED)}),
         "most clients cannot read the shares that it sent",
     ),
     "vector": (
@@ -216,329 +218,377 @@ WRONG = {
         "it cannot read shares of clients that sent none",
     ),
 }
+"""By step, a reply and why it is refused."""
 
 
-@pytest.mark.parametrize("step", WRONG)
-def test_a_wrong_answer_is_refused_by_name_and_the_sum_goes_on_without_it(
+@pytest.mark.parametrize("step", WRONG_REPLIES)
+def test_a_wrong_reply_is_refused_by_name_and_the_sum_continues_without_its_client(
     step: str, tmp_path: Path
 ) -> None:
-    up, why = WRONG[step]
+    payload, reason = WRONG_REPLIES[step]
 
-    def wrong(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        answer = grid.work(client, data)
-        mine = client == 2 and step_of(data) == step
-        return instead(data, SiteReply(2, round, 0, up)) if mine else answer
+    def wrong(delivery: Delivery) -> Parcel:
+        reply = delivery.reply()
+        if delivery.client == 2 and step_of(delivery) == step:
+            return delivery.replaced(SiteReply(2, delivery.round, 0, payload))
+        return reply
 
-    carried(tmp_path / "run", wrong)
-    refused, summed = told_of(tmp_path / "run")
-    assert list(refused) == [2]
-    assert why in refused[2]
-    assert summed == {weight_of(0, 1, 3, 4)}
+    run_with(tmp_path / "run", wrong)
 
-
-def test_keys_that_two_clients_send_are_of_neither(tmp_path: Path) -> None:
-    seen = dict[int, Payload]()
-
-    def copies(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        answer = grid.work(client, data)
-        if step_of(data) != "keys" or answer is None:
-            return answer
-        seen[client] = header_and_payload(parsed(answer).content, 1 << 30)[1]
-        return instead(data, SiteReply(2, round, 0, seen[0])) if client == 2 else answer
-
-    carried(tmp_path / "run", copies)
-    refused, summed = told_of(tmp_path / "run")
-    assert refused.keys() == {0, 2}
-    assert all("its keys are those of another client" in why for why in refused.values())
-    assert summed == {weight_of(1, 3, 4)}
+    result = StageResult.of(tmp_path / "run")
+    assert result.reasons.keys() == {2}
+    assert reason in result.reasons[2]
+    assert result.examples == {training_examples(0, 1, 3, 4)}
 
 
-def test_a_client_that_says_it_cannot_read_anothers_shares_drops_out_alone(tmp_path: Path) -> None:
-    def accuses(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        answer = grid.work(client, data)
-        mine = client == 2 and step_of(data) == "vector"
-        return (
-            instead(data, SiteReply(2, round, 0, Payload({"sum.unread": torch.tensor([0])})))
-            if mine
-            else answer
-        )
+def test_of_two_clients_with_the_same_keys_both_drop_out(tmp_path: Path) -> None:
+    """Client 2 sends a copy of the keys of client 0."""
+    copied: list[Payload] = []
 
-    carried(tmp_path / "run", accuses)
-    refused, summed = told_of(tmp_path / "run")
-    assert refused == {2: "failed: it cannot read the shares that client 0 sent it"}
-    assert summed == {weight_of(0, 1, 3, 4)}
+    def copies(delivery: Delivery) -> Parcel:
+        reply = delivery.reply()
+        if step_of(delivery) == "keys" and delivery.client == 0:
+            copied.append(payload_of(reply))
+        if step_of(delivery) == "keys" and delivery.client == 2:
+            return delivery.replaced(SiteReply(2, delivery.round, 0, copied[-1]))
+        return reply
+
+    run_with(tmp_path / "run", copies)
+
+    result = StageResult.of(tmp_path / "run")
+    assert result.reasons.keys() == {0, 2}
+    for reason in result.reasons.values():
+        assert "its keys are those of another client" in reason
+    assert result.examples == {training_examples(1, 3, 4)}
 
 
-def test_wrong_shares_at_the_end_are_passed_over(whole: Path, tmp_path: Path) -> None:
-    def wrong(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        answer = grid.work(client, data)
-        mine = client == 0 and step_of(data) == "revealed"
-        up = Payload({"sum.revealed": zeros_for_all(16)})
-        return instead(data, SiteReply(0, round, 0, up)) if mine else answer
+def test_a_client_that_claims_that_it_cannot_read_shares_drops_out_alone(tmp_path: Path) -> None:
+    unread = Payload({"sum.unread": torch.tensor([0])})
 
-    carried(tmp_path / "run", wrong)
-    assert model(tmp_path / "run") == model(whole)
+    def accuses(delivery: Delivery) -> Parcel:
+        reply = delivery.reply()
+        if delivery.client == 2 and step_of(delivery) == "vector":
+            return delivery.replaced(SiteReply(2, delivery.round, 0, unread))
+        return reply
+
+    run_with(tmp_path / "run", accuses)
+
+    result = StageResult.of(tmp_path / "run")
+    assert result.reasons == {2: "failed: it cannot read the shares that client 0 sent it"}
+    assert result.examples == {training_examples(0, 1, 3, 4)}
+
+
+def test_wrong_shares_of_one_client_at_the_last_step_are_ignored(
+    simulation: Path, tmp_path: Path
+) -> None:
+    wrong_shares = Payload({"sum.revealed": byte_zeros(16)})
+
+    def wrong(delivery: Delivery) -> Parcel:
+        reply = delivery.reply()
+        if delivery.client == 0 and step_of(delivery) == "revealed":
+            return delivery.replaced(SiteReply(0, delivery.round, 0, wrong_shares))
+        return reply
+
+    run_with(tmp_path / "run", wrong)
+
+    assert model_bytes(tmp_path / "run") == model_bytes(simulation)
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_an_answer_of_another_round_is_refused_before_it_is_read(step: str, tmp_path: Path) -> None:
-    def late(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        answer = grid.work(client, data)
-        assert answer is not None
-        if client != 2 or step_of(data) != step:
-            return answer
-        header, up = header_and_payload(parsed(answer).content, 1 << 30)
-        return instead(data, replace(SiteReply.of(header, up), round=77))
+def test_a_reply_of_another_round_is_refused(step: str, tmp_path: Path) -> None:
+    """At the last step, the shares of the other clients suffice."""
 
-    carried(tmp_path / "run", late)
-    refused, summed = told_of(tmp_path / "run")
-    if step == "revealed":  # the others' shares are enough
-        assert not refused
-        assert summed == {weight_of(*range(5))}
+    def late(delivery: Delivery) -> Parcel:
+        reply = delivery.reply()
+        if delivery.client == 2 and step_of(delivery) == step:
+            header, payload = header_and_payload(parsed(reply).content, MESSAGE_BYTES)
+            return delivery.replaced(replace(SiteReply.of(header, payload), round=77))
+        return reply
+
+    run_with(tmp_path / "run", late)
+
+    result = StageResult.of(tmp_path / "run")
+    if step == "revealed":
+        assert not result.reasons
+        assert result.examples == {training_examples(*CLIENTS)}
     else:
-        assert "replied for round 77 stage 0, not 1 and 0" in refused[2]
-        assert summed == {weight_of(0, 1, 3, 4)}
+        assert "replied for round 77 stage 0, not 1 and 0" in result.reasons[2]
+        assert result.examples == {training_examples(0, 1, 3, 4)}
 
 
-def test_no_entry_of_a_step_may_be_longer_than_it_is() -> None:
-    for most in (16, 96):
-        assert as_bytes({"0": torch.zeros(most, dtype=torch.uint8)}, most) == {0: bytes(most)}
-        with pytest.raises(BadPayload, match=f"more than {most} bytes"):
-            as_bytes({"0": torch.zeros(most + 1, dtype=torch.uint8)}, most)
+@pytest.mark.parametrize("limit", [16, 96])
+def test_no_entry_of_a_step_may_be_longer_than_it_is(limit: int) -> None:
+    assert as_bytes({"0": torch.zeros(limit, dtype=torch.uint8)}, limit) == {0: bytes(limit)}
+
+    with pytest.raises(BadPayload, match=f"more than {limit} bytes"):
+        as_bytes({"0": torch.zeros(limit + 1, dtype=torch.uint8)}, limit)
 
 
 def test_of_three_clients_none_may_drop_out(tmp_path: Path) -> None:
-    """Of a sum of two each would know the other's model."""
+    """From a sum of two, each could compute the other's model."""
 
-    def lost(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        return None if client == 2 and step_of(data) == "vector" else grid.work(client, data)
-
-    three = replace(SECRET, topology={"clients": 3})
-    with pytest.raises(TooFewReplies, match=r"2 of 3 clients sent masked vectors.* needs 3"):
-        carried(tmp_path / "run", lost, three)
-
-
-def test_after_shares_were_revealed_a_resume_has_the_same_clients_left(tmp_path: Path) -> None:
-    """Client 4 was away then; two answers were lost on their way, so the run stopped."""
-
-    def stuck(
-        grid: TroubledGrid, client: int, round: int, before: int, data: Parcel
-    ) -> Parcel | None:
-        if round == 2 and client == 4 and step_of(data) == "vector":
+    def lost(delivery: Delivery) -> Parcel | None:
+        if delivery.client == 2 and step_of(delivery) == "vector":
             return None
-        answer = grid.work(client, data)
-        return None if round == 2 and client in (0, 1) and step_of(data) == "revealed" else answer
+        return delivery.reply()
 
-    asked = over_flower(SECRET, retries=0)
-    grid, folder = TroubledGrid(asked, tmp_path / "sites", stuck), tmp_path / "run"
-    with pytest.raises(
-        TooFewReplies, match=r"2 of 5 clients revealed shares.* needs 3 .*; client 0: .*deadline"
-    ):
-        run(asked, folder, data=toys.blobs(), grid=grid)
-    grid.trouble = lambda g, client, round, before, data: (
-        None if client == 3 else g.work(client, data)
-    )
-    with pytest.raises(
-        TooFewReplies,
-        match=r"the same clients take part: 0, 1, 2, 3; client 3: .*resume when it is",
-    ):
+    three_clients = replace(SECRET, topology={"clients": 3})
+
+    with pytest.raises(TooFewReplies, match=r"2 of 3 clients sent masked vectors.* needs 3"):
+        run_with(tmp_path / "run", lost, three_clients)
+
+
+def test_after_shares_were_revealed_a_resumed_sum_has_the_same_clients(tmp_path: Path) -> None:
+    """Client 4 was away when shares were revealed, so it is not in the sum when it is back."""
+
+    def loses_client_4_and_two_shares(delivery: Delivery) -> Parcel | None:
+        step = step_of(delivery)
+        if delivery.round == 2 and delivery.client == 4 and step == "vector":
+            return None
+        reply = delivery.reply()
+        if delivery.round == 2 and delivery.client in (0, 1) and step == "revealed":
+            return None
+        return reply
+
+    def loses_client_3(delivery: Delivery) -> Parcel | None:
+        if delivery.client == 3:
+            return None
+        return delivery.reply()
+
+    experiment = over_flower(SECRET, retries=0)
+    folder = tmp_path / "run"
+    grid = FaultyGrid(experiment, tmp_path / "sites", loses_client_4_and_two_shares)
+    stopped = r"2 of 5 clients revealed shares.* needs 3 .*; client 0: .*deadline"
+    with pytest.raises(TooFewReplies, match=stopped):
+        run(experiment, folder, data=toys.blobs(), grid=grid)
+
+    grid.fault = loses_client_3
+    stopped = r"the same clients take part: 0, 1, 2, 3; client 3: .*resume when it is"
+    with pytest.raises(TooFewReplies, match=stopped):
         resume(folder, data=toys.blobs(), grid=grid)
-    grid.trouble = None
+
+    grid.fault = None
     resume(folder, data=toys.blobs(), grid=grid)
-    refused, summed = told_of(folder, 2)
-    assert "was not left when shares were revealed" in refused[4]
-    assert summed == {weight_of(0, 1, 2, 3)}
-    plain = over_flower(SECRET, retries=0)
-    carried(
-        tmp_path / "plain" / "run",
-        lambda g, c, r, b, d: None if (r, c) == (2, 4) else g.work(c, d),
-        plain,
-    )
-    assert model(folder) == model(tmp_path / "plain" / "run")
+
+    result = StageResult.of(folder, 2)
+    assert "was not left when shares were revealed" in result.reasons[4]
+    assert result.examples == {training_examples(0, 1, 2, 3)}
+    run_with(tmp_path / "without" / "run", without_client_4_in_round_2)
+    assert model_bytes(folder) == model_bytes(tmp_path / "without" / "run")
 
 
-def test_what_a_site_leaves_on_disk_is_its_owners_alone_and_a_new_run_may_overwrite_it(
+def without_client_4_in_round_2(delivery: Delivery) -> Parcel | None:
+    """Client 4 is away in round 2."""
+    if delivery.round == 2 and delivery.client == 4:
+        return None
+    return delivery.reply()
+
+
+def test_files_of_a_site_are_its_owners_alone_and_a_new_run_may_overwrite_them(
     tmp_path: Path,
 ) -> None:
-    asked, folder = over_flower(SECRET, retries=0), tmp_path / "run"
-    run(asked, folder, data=toys.blobs())
-    kept = [path for path in folder.glob("sites/*/client*/*") if path.name != ".lock"]
-    assert len([path for path in kept if path.name.startswith("secure-sum")]) == 10
-    assert {path.stat().st_mode & 0o777 for path in kept} == {0o600}
-    run(asked, folder, data=toys.blobs(), overwrite=True)
+    experiment = over_flower(SECRET, retries=0)
+    folder = tmp_path / "run"
+
+    run(experiment, folder, data=toys.blobs())
+
+    files = [path for path in folder.glob("sites/*/client*/*") if path.name != ".lock"]
+    assert len([path for path in files if path.name.startswith("secure-sum")]) == 10
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    run(experiment, folder, data=toys.blobs(), overwrite=True)
 
 
 STAGE = Stage(1, 0, "train", (0, 1, 2))
 
 
-class Asked:
-    """Three sites, and a server that may ask them anything."""
+@dataclass(frozen=True)
+class MaskedModels:
+    """What a server has after the step ``vector``, by client."""
+
+    keys: dict[int, bytes]
+    shares: dict[int, dict[int, bytes]]
+    """By sender and receiver."""
+    vectors: dict[int, torch.Tensor]
+
+
+class HostileServer:
+    """A server that may send any request to three sites."""
 
     def __init__(self, folder: Path) -> None:
-        asked = toys.toy(privacy=ON, measure=(), topology={"clients": 3}, data={"name": "blobs"})
-        self.settings = resolve(replace(asked, engine="flower"))
-        self.world = prepare(self.settings, toys.blobs()).world
+        experiment = toys.toy(
+            privacy=ON, measure=(), topology={"clients": 3}, data={"name": "blobs"}
+        )
+        self.settings = resolve(replace(experiment, engine="flower"))
+        initial = prepare(self.settings, toys.blobs()).world.initial(0)
+        self.model = Payload(params=initial)
         self.executors = {
-            c: StageExecutor(Site(c, folder / str(c)), toys.blobs(), shows_reasons=True)
-            for c in STAGE.clients
+            client: StageExecutor(
+                Site(client, folder / str(client)), toys.blobs(), shows_reasons=True
+            )
+            for client in STAGE.clients
         }
-        self.model = Payload(params=self.world.initial(0))
 
-    def ask(self, client: int, payload: Payload, stage: Stage = STAGE) -> SiteReply:
+    def request(self, client: int, payload: Payload, stage: Stage = STAGE) -> SiteReply:
+        """The reply of a site."""
         config = self.settings.toml
-        sent = Request(
+        request = Request(
             fedstill.__version__,
             config,
             digest(config.encode()),
-            "run1",
-            client,
-            stage,
+            run="run1",
+            client=client,
+            stage=stage,
             payload=payload,
         )
-        return self.executors[client](sent)
+        return self.executors[client](request)
 
     def content(self, client: int, payload: Payload) -> Payload:
-        answer = self.ask(client, payload)
-        assert answer.failure == ""
-        return answer.content
+        """The content of a reply that is no refusal."""
+        reply = self.request(client, payload)
+        assert reply.failure == ""
+        return reply.content
 
-    def until_masked(
-        self, word: str = "abc"
-    ) -> tuple[dict[int, bytes], dict[int, dict[int, bytes]], dict[int, Any]]:
-        keys = {
-            c: bytes(self.content(c, question("keys", word)).tensor("sum.keys").tolist())
-            for c in self.executors
-        }
-        told = byte_tensors(keys)
-        shares = {
-            c: as_bytes(
-                self.content(c, question("shares", word, keys=told)).tensors("sum.shares"), SEALED
-            )
-            for c in self.executors
-        }
-        masked = {
-            c: self.content(c, self.vector(c, shares, word)).tensor("sum.vector")
-            for c in self.executors
-        }
-        return keys, shares, masked
+    def masked_models(self, word: str = "abc") -> MaskedModels:
+        """Execute a sum, which this word identifies, up to the step ``vector``."""
+        keys = {}
+        for client in STAGE.clients:
+            content = self.content(client, question("keys", word))
+            keys[client] = bytes(content.tensor("sum.keys").tolist())
 
-    def vector(
+        shares = {}
+        for client in STAGE.clients:
+            content = self.content(client, question("shares", word, keys=byte_tensors(keys)))
+            shares[client] = as_bytes(content.tensors("sum.shares"), SEALED)
+
+        vectors = {}
+        for client in STAGE.clients:
+            content = self.content(client, self.vector_request(client, shares, word))
+            vectors[client] = content.tensor("sum.vector")
+        return MaskedModels(keys, shares, vectors)
+
+    def vector_request(
         self, client: int, shares: dict[int, dict[int, bytes]], word: str = "abc"
     ) -> Payload:
-        sealed = byte_tensors({c: shares[c][client] for c in shares})
+        """The request for a masked model, with the shares that other clients sent."""
+        sealed = byte_tensors({sender: sent[client] for sender, sent in shares.items()})
         return Payload({**self.model, **question("vector", word, sealed=sealed)})
 
     def reveal(
-        self, client: int, left: tuple[int, ...] = STAGE.clients, word: str = "abc"
+        self, client: int, remaining: tuple[int, ...] = STAGE.clients, word: str = "abc"
     ) -> SiteReply:
-        return self.ask(client, question("revealed", word, left=torch.tensor(left)))
+        """The shares of a client if these clients remain."""
+        return self.request(client, question("revealed", word, left=torch.tensor(remaining)))
+
+    def revealed(self, client: int) -> dict[int, bytes]:
+        """The shares of a client if all clients remain."""
+        return as_bytes(self.reveal(client).content.tensors("sum.revealed"), KEY)
 
 
 def test_a_site_answers_no_plain_request_for_its_model(tmp_path: Path) -> None:
-    server = Asked(tmp_path)
-    for down in (
+    server = HostileServer(tmp_path)
+    payloads = [
         server.model,
         Payload({**server.model, **question("model", "abc")}),
         question("keys", "../x"),
-    ):
-        answer = server.ask(0, down)
+    ]
+
+    for payload in payloads:
+        reply = server.request(0, payload)
         assert (
-            "summed securely: this site answers only the steps of the secure sum" in answer.failure
+            "summed securely: this site answers only the steps of the secure sum" in reply.failure
         )
-        assert not answer.content
+        assert not reply.content
 
 
 def test_a_site_reveals_once_and_masks_one_model_only(tmp_path: Path) -> None:
-    server = Asked(tmp_path)
-    keys, shares, masked = server.until_masked()
-    other = Payload(
-        {**server.vector(0, shares), "params": {k: v + 1 for k, v in server.model.params.items()}}
-    )
-    assert "a mask hides only one model" in server.ask(0, other).failure
-    assert torch.equal(
-        server.content(0, server.vector(0, shares)).tensor("sum.vector"), masked[0]
-    ), "asked again, the same"
-    revealed = {
-        c: as_bytes(server.reveal(c).content.tensors("sum.revealed"), KEY) for c in STAGE.clients
-    }
+    server = HostileServer(tmp_path)
+    masked = server.masked_models()
+    request = server.vector_request(0, masked.shares)
+    moved = {name: value + 1 for name, value in server.model.params.items()}
+
+    refusal = server.request(0, Payload({**request, "params": moved}))
+    assert "a mask hides only one model" in refusal.failure
+    repeated = server.content(0, request).tensor("sum.vector")
+    assert torch.equal(repeated, masked.vectors[0])
+
+    revealed = {client: server.revealed(client) for client in STAGE.clients}
     assert "two sums would reveal a single model" in server.reveal(0, (0, 1)).failure
-    assert as_bytes(server.reveal(0).content.tensors("sum.revealed"), KEY) == revealed[0]
-    made = Masking.of(server.settings.package_table(Privacy), server.settings.method)
-    assert made is not None
-    of, numbers = (
-        made.new_sum(STAGE, STAGE.clients, "abc"),
-        {c: v.numpy().view(np.uint64) for c, v in masked.items()},
+    assert server.revealed(0) == revealed[0]
+
+    masking = Masking.of(server.settings.package_table(Privacy), server.settings.method)
+    assert masking is not None
+    secure_sum = masking.new_sum(STAGE, STAGE.clients, "abc")
+    vectors = {client: vector.numpy().view(np.uint64) for client, vector in masked.vectors.items()}
+    total = unmasked(secure_sum, masked.keys, masked.shares, vectors, revealed)
+    _, mean = masking.mean(secure_sum, total, server.model.params)
+    assert any(
+        not torch.equal(value, server.model.params[name]) for name, value in mean.params.items()
     )
-    _, mean = made.mean(of, unmasked(of, keys, shares, numbers, revealed), server.model.params)
-    assert any(not torch.equal(v, server.model.params[k]) for k, v in mean.params.items())
 
 
-def test_a_sum_that_is_begun_anew_has_new_secrets_and_the_same_clients_left(tmp_path: Path) -> None:
-    server = Asked(tmp_path)
-    first, _, masked = server.until_masked("abc")
-    second, shares, other = server.until_masked("def")
-    assert not set(first.values()) & set(second.values())
-    assert not any(torch.equal(masked[c], other[c]) for c in masked)
+def test_a_restarted_sum_has_new_secrets_and_the_same_clients(tmp_path: Path) -> None:
+    server = HostileServer(tmp_path)
+    first = server.masked_models("abc")
+    second = server.masked_models("def")
+
+    assert not set(first.keys.values()) & set(second.keys.values())
+    for client in STAGE.clients:
+        assert not torch.equal(first.vectors[client], second.vectors[client])
+    assert second.shares.keys() == {0, 1, 2}
     assert (
         "another secure sum than the one in which this site takes part"
         in server.reveal(0, word="abc").failure
     )
     assert server.reveal(0, word="def").failure == ""
-    server.until_masked("ghi")
+
+    server.masked_models("ghi")
     assert "two sums would reveal a single model" in server.reveal(0, (0, 1), "ghi").failure
     assert server.reveal(0, word="ghi").failure == ""
-    assert shares.keys() == {0, 1, 2}
 
 
-def test_a_step_with_too_few_clients_or_without_the_first_is_refused(tmp_path: Path) -> None:
-    server = Asked(tmp_path)
+def test_a_step_with_too_few_clients_or_without_the_first_step_is_refused(tmp_path: Path) -> None:
+    server = HostileServer(tmp_path)
     assert (
         "another secure sum than the one in which this site takes part" in server.reveal(0).failure
     )
-    keys, _, _ = server.until_masked()
+
+    keys = server.masked_models().keys
     assert "1 of 3 clients sent masked vectors" in server.reveal(0, (0,)).failure
-    few = question("shares", "new", keys=byte_tensors({0: keys[0]}))
+
+    one_key = question("shares", "new", keys=byte_tensors({0: keys[0]}))
     server.content(0, question("keys", "new"))
-    assert "1 of 3 clients sent keys" in server.ask(0, few).failure
-    alone = server.ask(0, question("keys", "abc"), replace(STAGE, clients=(0,)))
+    assert "1 of 3 clients sent keys" in server.request(0, one_key).failure
+
+    alone = server.request(0, question("keys", "abc"), replace(STAGE, clients=(0,)))
     assert "is not in the schedule of round 1" in alone.failure
 
 
 def test_attacks_of_a_simulation_and_private_training_at_sites_are_refused() -> None:
-    asked = over_flower(SECRET)
-    attacked = replace(asked, clients={"attack": "scaled", "attackers": 0.2})
+    experiment = over_flower(SECRET)
+    attacked = replace(experiment, clients={"attack": "scaled", "attackers": 0.2})
     with pytest.raises(ConfigError, match=r"clients\.attack"):
         prepare(resolve(attacked), toys.blobs())
+
     pytest.importorskip("opacus")
-    private = replace(asked, privacy={**ON, "gradient_clip": 1.0}).with_values(
-        {"data.name": "blobs"}, "test"
+    private = replace(
+        experiment.with_values({"data.name": "blobs"}, "test"),
+        method="fedavg",
+        privacy={**ON, "gradient_clip": 1.0},
+        flower={"data": "sites", "federation": "/federation"},
     )
-    at_sites = {"data": "sites", "federation": "/federation"}
     with pytest.raises(ConfigError, match="gradient_clip"):
-        prepare(resolve(replace(private, method="fedavg", flower=at_sites)), toys.blobs())
+        prepare(resolve(private), toys.blobs())
 
 
-def test_label_counts_of_a_later_task_go_up_as_they_are(tmp_path: Path) -> None:
-    asked = replace(
+def test_label_counts_of_a_later_task_are_sent_without_masks(tmp_path: Path) -> None:
+    experiment = replace(
         SECRET, method="fedlc", stream={"kind": "classes", "tasks": 2}, topology={"clients": 4}
     )
-    run(replace(asked, engine="serial"), tmp_path / "serial", data=toys.blobs())
-    carried(
-        tmp_path / "run", lambda grid, client, round, before, data: grid.work(client, data), asked
-    )
-    assert model(tmp_path / "run") == model(tmp_path / "serial")
+    run(replace(experiment, engine="serial"), tmp_path / "serial", data=toys.blobs())
+
+    run_with(tmp_path / "run", Delivery.reply, experiment)
+
+    assert model_bytes(tmp_path / "run") == model_bytes(tmp_path / "serial")
 
 
 def runs_with_sums(memory: Path, run: str, labels: list[int], **allowed: bool) -> RunsWithSums:
@@ -547,26 +597,33 @@ def runs_with_sums(memory: Path, run: str, labels: list[int], **allowed: bool) -
     return RunsWithSums(SiteNotebook(memory / run, memory, run, **allowed), train)
 
 
-def test_data_that_change_in_a_run_with_secure_sums_are_those_of_this_run(tmp_path: Path) -> None:
-    old, new, other = [0, 1, 1], [0, 1, 0], [1, 1, 1]
-    runs_with_sums(tmp_path, "first", old).enter()
-    runs_with_sums(tmp_path, "first", new).enter()
-    for labels in (old, new):
-        with pytest.raises(Refused):
-            runs_with_sums(tmp_path, "second", labels).enter()
+ORIGINAL = [0, 1, 1]
+RELABELLED = [0, 1, 0]
+OTHER = [1, 1, 1]
 
-    runs_with_sums(tmp_path, "second", other).enter()
-    runs_with_sums(tmp_path, "first", old).enter()
+
+def test_data_that_change_in_a_run_with_secure_sums_belong_to_this_run(tmp_path: Path) -> None:
+    runs_with_sums(tmp_path, "first", ORIGINAL).enter()
+    runs_with_sums(tmp_path, "first", RELABELLED).enter()
     with pytest.raises(Refused):
-        runs_with_sums(tmp_path, "first", other).enter()
-    runs_with_sums(tmp_path, "first", other, repeat_sums=True).enter()
+        runs_with_sums(tmp_path, "second", ORIGINAL).enter()
+    with pytest.raises(Refused):
+        runs_with_sums(tmp_path, "second", RELABELLED).enter()
+
+    runs_with_sums(tmp_path, "second", OTHER).enter()
+    runs_with_sums(tmp_path, "first", ORIGINAL).enter()
+    with pytest.raises(Refused):
+        runs_with_sums(tmp_path, "first", OTHER).enter()
+    runs_with_sums(tmp_path, "first", OTHER, repeat_sums=True).enter()
 
 
 def test_a_record_of_an_earlier_version_counts(tmp_path: Path) -> None:
-    record = tmp_path / RUNS_WITH_SUMS
-    runs_with_sums(tmp_path, "first", [0, 1, 1]).enter()
-    ((run, (digest_of_data,)),) = json.loads(record.read_text()).items()
-    record.write_text(json.dumps({run: digest_of_data}))
+    """It had one digest for a run, where a record now has a list."""
+    file = tmp_path / RUNS_WITH_SUMS
+    runs_with_sums(tmp_path, "first", ORIGINAL).enter()
+    ((name, (data_digest,)),) = json.loads(file.read_text()).items()
+    file.write_text(json.dumps({name: data_digest}))
+
     with pytest.raises(Refused):
-        runs_with_sums(tmp_path, "second", [0, 1, 1]).check()
-    runs_with_sums(tmp_path, "first", [0, 1, 1]).enter()
+        runs_with_sums(tmp_path, "second", ORIGINAL).check()
+    runs_with_sums(tmp_path, "first", ORIGINAL).enter()

@@ -22,13 +22,14 @@ from fedstill.core.records import Tensors
 from fedstill.flower.engine import LoopbackGrid
 from fedstill.flower.facts import accepted_text
 from fedstill.flower.messages import PUBLIC_REASONS, Request, SiteReply
-from fedstill.flower.site import START_MODEL, StageExecutor, client_app, prune_states
+from fedstill.flower.site import START_MODEL, StageExecutor, prune_states
 from fedstill.flower.site_settings import Site
 from fedstill.models.building import sha256_of
-from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
-from flowers import needs_flower, over_flower, own_sites
+from flowers import executor_grid, needs_flower, over_flower, own_sites
+from journals import refusals
+from run_bits import model_bytes
 
 pytestmark = [needs_flower, pytest.mark.usefixtures("with_threads")]
 
@@ -36,6 +37,7 @@ CLIENTS = 3
 
 
 def experiment(method: str, **changes: Any) -> Experiment:
+    """Three clients, two rounds."""
     values = {"topology": {"clients": CLIENTS}, "data": {}, "measure": (), "rounds": 2}
     return toys.toy(method, **{**values, **changes})
 
@@ -50,37 +52,34 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Sites:
-    """Sites on a loopback grid, and the requests that came to them."""
+    """Sites on a loopback grid, and the requests that they received."""
 
-    there: list[Site]
+    sites: list[Site]
     requests: list[Request] = field(default_factory=list)
-    loses_disk: bool = False
+
+    def answer(self, request: Request) -> SiteReply:
+        """The reply of the requested client's site."""
+        self.requests.append(request)
+        return StageExecutor(self.sites[request.client], shows_reasons=True)(request)
 
     def grid(self) -> LoopbackGrid:
-        def executor_of(context: Any) -> tuple[int, Callable[[Request], SiteReply]]:
-            client = int(context.node_config["partition-id"])
-            executor = StageExecutor(self.there[client], shows_reasons=True)
+        """A grid of these sites."""
+        return executor_grid({site.client: self.answer for site in self.sites})
 
-            def answer(request: Request) -> SiteReply:
-                self.requests.append(request)
-                return executor(request)
-
-            return client, answer
-
-        return LoopbackGrid(client_app(executor_of, 1 << 30), range(CLIENTS))
-
-    def run(self, what: Experiment, out: Path, **options: Any) -> None:
-        run(on_sites(what), out, toys.blobs(), grid=self.grid(), **options)
+    def run(self, experiment: Experiment, out: Path, **options: Any) -> None:
+        """Run the experiment at these sites."""
+        run(at_sites(experiment), out, toys.blobs(), grid=self.grid(), **options)
 
 
-def on_sites(what: Experiment) -> Experiment:
-    flower = {"data": "sites", "federation": "/federation", "test_every": 0}
-    return over_flower(what, **flower)
+def at_sites(experiment: Experiment) -> Experiment:
+    """The experiment at sites with data of their own."""
+    return over_flower(experiment, data="sites", federation="/federation", test_every=0)
 
 
-def sites_of(what: Experiment, folder: Path) -> Sites:
-    simulated = prepare(resolve(what.with_values({"data.name": "blobs"}, "test")), toys.blobs())
-    return Sites(own_sites(simulated, folder))
+def sites_of(experiment: Experiment, folder: Path) -> Sites:
+    """The clients of a simulation as sites."""
+    settings = resolve(experiment.with_values({"data.name": "blobs"}, "test"))
+    return Sites(own_sites(prepare(settings, toys.blobs()), folder))
 
 
 STARTS: dict[str, Any] = {
@@ -96,77 +95,82 @@ STARTS: dict[str, Any] = {
 def test_sites_start_from_the_model_as_the_simulation_does(
     case: str, own_data: bool, first: Path, tmp_path: Path
 ) -> None:
-    what = experiment(**{**STARTS[case], "start_from": str(first)})
-    run(replace(what, engine="serial"), tmp_path / "serial", toys.blobs())
+    federation = experiment(**STARTS[case], start_from=str(first))
+    run(replace(federation, engine="serial"), tmp_path / "serial", toys.blobs())
+
     if own_data:
-        sites_of(what, tmp_path / "sites").run(what, tmp_path / "run")
+        sites_of(federation, tmp_path / "sites").run(federation, tmp_path / "run")
     else:
-        run(over_flower(what), tmp_path / "run", toys.blobs())
-    clients = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "client"]
-    assert not [event for event in clients if "refused" in event]
-    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "serial")]
-    assert models[0] == models[1]
+        run(over_flower(federation), tmp_path / "run", toys.blobs())
+
+    assert not refusals(tmp_path / "run")
+    assert model_bytes(tmp_path / "run") == model_bytes(tmp_path / "serial")
 
 
 def test_each_site_gets_the_model_once_and_again_after_a_failure(
     first: Path, tmp_path: Path
 ) -> None:
-    what = experiment("fedavg", start_from=str(first), rounds=4)
-    sites = sites_of(what, tmp_path / "sites")
+    """Client 0 loses the model after round 2, fails in round 3, and gets it again in round 4."""
+    federation = experiment("fedavg", start_from=str(first), rounds=4)
+    sites = sites_of(federation, tmp_path / "sites")
 
     def lose_disk(event: Any) -> None:
         if event["round"] == 2:
-            (stored,) = sites.there[0].memory.rglob(START_MODEL)
+            (stored,) = sites.sites[0].memory.rglob(START_MODEL)
             stored.unlink()
 
-    sites.run(what, tmp_path / "run", on_round=lose_disk)
-    with_model = [(r.stage.round, r.client) for r in sites.requests if r.start]
-    assert sorted(with_model) == [(1, 0), (1, 1), (1, 2), (4, 0)]
-    refused = [
-        (event["round"], event["client"])
-        for event in read_journal(tmp_path / "run/journal.jsonl")
-        if event["event"] == "client" and "refused" in event
-    ]
-    assert refused == [(3, 0)]
+    sites.run(federation, tmp_path / "run", on_round=lose_disk)
+
+    with_model = [request for request in sites.requests if request.start]
+    clients_by_round = sorted((request.stage.round, request.client) for request in with_model)
+    assert clients_by_round == [(1, 0), (1, 1), (1, 2), (4, 0)]
+    (refused,) = refusals(tmp_path / "run")
+    assert refused["round"] == 3
+    assert refused["client"] == 0
 
 
-def stop(event: Any) -> None:
+def interrupt(event: Any) -> None:
+    """End the run after its first round."""
     raise KeyboardInterrupt
 
 
 def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(first: Path, tmp_path: Path) -> None:
-    what = experiment("fedntd", start_from=str(first))
-    run(replace(what, engine="serial"), tmp_path / "serial", toys.blobs())
-    sites = sites_of(what, tmp_path / "sites")
+    federation = experiment("fedntd", start_from=str(first))
+    run(replace(federation, engine="serial"), tmp_path / "serial", toys.blobs())
+    sites = sites_of(federation, tmp_path / "sites")
     with pytest.raises(KeyboardInterrupt):
-        sites.run(what, tmp_path / "run", on_round=stop)
+        sites.run(federation, tmp_path / "run", on_round=interrupt)
+
     resume(tmp_path / "run", toys.blobs(), grid=sites.grid())
-    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "serial")]
-    assert models[0] == models[1]
+
+    assert model_bytes(tmp_path / "run") == model_bytes(tmp_path / "serial")
 
 
 @pytest.fixture(scope="module")
 def request_with_model(first: Path, tmp_path_factory: pytest.TempPathFactory) -> Request:
     """A request to client 0, with a path in its config that its site does not have."""
     folder = tmp_path_factory.mktemp("request")
-    what = experiment("fedavg", start_from=str(first), rounds=1)
-    sites = sites_of(what, folder / "sites")
-    sites.run(what, folder / "run")
-    (request,) = [r for r in sites.requests if r.client == 0]
+    federation = experiment("fedavg", start_from=str(first), rounds=1)
+    sites = sites_of(federation, folder / "sites")
+    sites.run(federation, folder / "run")
+    (request,) = [request for request in sites.requests if request.client == 0]
     config = request.config.replace(str(first), "/only/at/the/server")
     return replace(request, config=config, sha=digest(config.encode()), run="another")
 
 
 @pytest.fixture
-def site(first: Path, tmp_path: Path) -> Site:
-    return sites_of(experiment("fedavg"), tmp_path / "sites").there[0]
+def site(tmp_path: Path) -> Site:
+    """The site of client 0."""
+    return sites_of(experiment("fedavg"), tmp_path / "sites").sites[0]
 
 
-def facts_of(model: Tensors, request: Request) -> dict[str, Any]:
+def facts_with(model: Tensors, request: Request) -> dict[str, Any]:
+    """The facts of a request that starts from this model."""
     return {**request.facts, "start": sha256_of(model)}
 
 
-def other(model: Tensors) -> dict[str, torch.Tensor]:
+def moved(model: Tensors) -> dict[str, torch.Tensor]:
+    """Another model."""
     return {name: value + 1 for name, value in model.items()}
 
 
@@ -174,6 +178,7 @@ def test_a_site_reads_no_file_and_needs_the_model_once(
     request_with_model: Request, site: Site
 ) -> None:
     without = replace(request_with_model, start={})
+
     assert PUBLIC_REASONS["start"] in StageExecutor(site)(without).failure
     assert not StageExecutor(site)(request_with_model).failure
     assert not StageExecutor(site)(without).failure
@@ -188,10 +193,10 @@ def test_a_site_takes_no_other_model_than_the_one_it_has_accepted(
     accepting = replace(site, accept=(digest(text.encode()),))
     assert not StageExecutor(accepting)(request_with_model).failure
 
-    model = other(request_with_model.start)
+    model = moved(request_with_model.start)
     swapped = replace(request_with_model, start=model)
     assert PUBLIC_REASONS["start"] in StageExecutor(accepting)(swapped).failure
-    hostile = replace(swapped, facts=facts_of(model, swapped))
+    hostile = replace(swapped, facts=facts_with(model, swapped))
     assert PUBLIC_REASONS["accept"] in StageExecutor(accepting)(hostile).failure
     # A site that accepts all keeps the model with which the run began.
     assert PUBLIC_REASONS["request"] in StageExecutor(site)(hostile).failure
@@ -215,7 +220,7 @@ def test_a_model_that_does_not_fit_is_refused_and_not_stored(
     change: Callable[[Tensors], Tensors], request_with_model: Request, site: Site
 ) -> None:
     model = change(request_with_model.start)
-    hostile = replace(request_with_model, start=model, facts=facts_of(model, request_with_model))
+    hostile = replace(request_with_model, start=model, facts=facts_with(model, request_with_model))
     assert PUBLIC_REASONS["start"] in StageExecutor(site)(hostile).failure
     assert not list(site.memory.rglob(START_MODEL))
 
@@ -230,7 +235,7 @@ def test_facts_and_config_agree_on_whether_there_is_a_model(
     assert PUBLIC_REASONS["config"] in StageExecutor(site)(unnamed).failure
 
 
-def test_a_damaged_model_is_asked_for_again(request_with_model: Request, site: Site) -> None:
+def test_a_damaged_model_is_federation_for_again(request_with_model: Request, site: Site) -> None:
     assert not StageExecutor(site)(request_with_model).failure
     (stored,) = site.memory.rglob(START_MODEL)
     stored.write_bytes(stored.read_bytes()[:-4] + b"\0\0\0\0")
@@ -248,11 +253,13 @@ def test_the_model_is_pruned_with_the_states(request_with_model: Request, site: 
 
 
 def test_sites_that_accept_another_model_stop_the_run(first: Path, tmp_path: Path) -> None:
-    what = experiment("fedavg", start_from=str(first))
-    sites = sites_of(what, tmp_path / "sites")
-    sites.there = [replace(site, accept=("0" * 64,)) for site in sites.there]
+    federation = experiment("fedavg", start_from=str(first))
+    sites = sites_of(federation, tmp_path / "sites")
+    sites.sites = [replace(site, accept=("0" * 64,)) for site in sites.sites]
+
     with pytest.raises(TooFewReplies):
-        sites.run(what, tmp_path / "run")
-    for site in sites.there:
+        sites.run(federation, tmp_path / "run")
+
+    for site in sites.sites:
         (offered,) = (site.memory / "offered").iterdir()
         assert "start = " in offered.read_text(encoding="utf-8")
