@@ -1,4 +1,4 @@
-"""What clients' own models are worth to them, against plain loops and identities."""
+"""Accuracies of clients' personal models, against plain loops and identities."""
 
 from __future__ import annotations
 
@@ -7,49 +7,60 @@ import pytest
 
 from fedstill.metrics.local_models import personal_accuracies, personal_answers
 
-DRAW = np.random.default_rng(3)
-COUNTS = DRAW.integers(0, 4, (6, 5)).tolist()
+GENERATOR = np.random.default_rng(3)
+COUNTS = GENERATOR.integers(0, 4, (6, 5)).tolist()
 COUNTS[4] = [0, 0, 0, 0, 0]
-ACCURACY = DRAW.random((6, 5))
+"""Training examples by client and class; client 4 has none."""
+
+ACCURACY = GENERATOR.random((6, 5))
 NAN = float("nan")
 
 
-def plain(accuracy: np.ndarray, counts: list[int]) -> float:
+def accuracy_on_own_classes(accuracy: np.ndarray, counts: list[int]) -> float:
     """The accuracy on a test set with as many images of each class as the client has."""
-    pairs = [(n, a) for n, a in zip(counts, accuracy, strict=True) if not np.isnan(a)]
-    return sum(n * a for n, a in pairs) / sum(n for n, _ in pairs)
+    correct = 0.0
+    for class_accuracy, count in zip(accuracy, counts, strict=True):
+        correct += count * class_accuracy
+    return correct / sum(counts)
 
 
-def test_each_client_is_weighed_by_its_own_classes() -> None:
-    got = personal_accuracies(dict(enumerate(ACCURACY)), COUNTS)
-    assert sorted(got) == [0, 1, 2, 3, 5], "a client without data has no proportions"
-    for client, value in got.items():
-        assert value == pytest.approx(plain(ACCURACY[client], COUNTS[client]), abs=1e-14)
+def test_each_client_is_weighted_by_its_own_classes() -> None:
+    accuracies = personal_accuracies(dict(enumerate(ACCURACY)), COUNTS)
+
+    assert sorted(accuracies) == [0, 1, 2, 3, 5], "a client without data has no proportions"
+    for client, value in accuracies.items():
+        expected = accuracy_on_own_classes(ACCURACY[client], COUNTS[client])
+        assert value == pytest.approx(expected, abs=1e-14)
 
 
-def test_means_over_clients_by_class_and_what_each_lost_of_its_own_classes() -> None:
-    now, best = {0: ACCURACY[0], 2: ACCURACY[2]}, {2: ACCURACY[3]}
-    got = personal_answers(now, best, COUNTS)
-    mine = [plain(ACCURACY[c], COUNTS[c]) for c in (0, 2)]
-    assert got["personal_accuracy"] == pytest.approx(np.mean(mine), abs=1e-14)
-    assert got["personal_accuracy_std"] == pytest.approx(np.std(mine), abs=1e-14)
-    assert got["personal_by_client"] == {"0": pytest.approx(mine[0]), "2": pytest.approx(mine[1])}
-    assert got["personal_class_accuracy"] == pytest.approx(
-        ((ACCURACY[0] + ACCURACY[2]) / 2).tolist()
-    )
-    own = [c for c, n in enumerate(COUNTS[2]) if n]
-    assert got["personal_forgetting"] == pytest.approx(
-        np.mean([ACCURACY[3][c] - ACCURACY[2][c] for c in own])
-    )
-    assert got["personal_clients"] == 2
+def test_means_over_clients_by_class_and_what_each_forgot_of_its_own_classes() -> None:
+    """Client 0 has no best accuracies, so it does not count in the forgetting."""
+    current = {0: ACCURACY[0], 2: ACCURACY[2]}
+    best = {2: ACCURACY[3]}
+
+    numbers = personal_answers(current, best, COUNTS)
+
+    first = accuracy_on_own_classes(ACCURACY[0], COUNTS[0])
+    second = accuracy_on_own_classes(ACCURACY[2], COUNTS[2])
+    assert numbers["personal_clients"] == 2
+    assert numbers["personal_accuracy"] == pytest.approx((first + second) / 2, abs=1e-14)
+    assert numbers["personal_accuracy_std"] == pytest.approx(abs(first - second) / 2, abs=1e-14)
+    assert numbers["personal_by_client"] == pytest.approx({"0": first, "2": second})
+    mean_by_class = (ACCURACY[0] + ACCURACY[2]) / 2
+    assert numbers["personal_class_accuracy"] == pytest.approx(mean_by_class.tolist())
+    is_own_class = np.array(COUNTS[2]) > 0
+    losses = (ACCURACY[3] - ACCURACY[2])[is_own_class]
+    assert numbers["personal_forgetting"] == pytest.approx(losses.mean())
 
 
 def test_classes_without_test_images_are_left_out() -> None:
-    got = personal_answers({0: [0.5, NAN, 0.0]}, {0: [1.0, NAN, 1.0]}, [[1, 7, 0]])
-    assert got["personal_class_accuracy"] == [0.5, None, 0.0]
-    assert got["personal_accuracy"] == got["personal_forgetting"] == 0.5
+    numbers = personal_answers({0: [0.5, NAN, 0.0]}, {0: [1.0, NAN, 1.0]}, [[1, 7, 0]])
+
+    assert numbers["personal_class_accuracy"] == [0.5, None, 0.0]
+    assert numbers["personal_accuracy"] == 0.5
+    assert numbers["personal_forgetting"] == 0.5
 
 
-def test_without_a_measured_client_nothing_is_said() -> None:
+def test_without_a_measured_client_there_are_no_numbers() -> None:
     assert personal_answers({}, {}, COUNTS) == {}
     assert personal_answers({4: ACCURACY[4]}, {}, COUNTS) == {}

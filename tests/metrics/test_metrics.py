@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,138 +20,204 @@ from fedstill.metrics.accuracy import weighted_mean
 
 NAN = float("nan")
 RNG = np.random.default_rng(0)
-A, B = RNG.random(6), RNG.random(6)
-P = np.array([0.5, 0.3, 0.2, 0.0, 0.0, 0.0])
+BEFORE = RNG.random(6)
+AFTER = RNG.random(6)
+"""Accuracies by class."""
+
+SHARES = np.array([0.5, 0.3, 0.2, 0.0, 0.0, 0.0])
+"""A client's shares of classes."""
+
 ROUNDS = RNG.random((8, 6))
+"""Accuracies by round and class."""
 
-MEASURES: dict[str, tuple[Callable[..., float], tuple[object, ...]]] = {
-    "top1": (metrics.top1, (np.array([1, 2]), np.array([4, 4]))),
-    "in_local_accuracy": (metrics.in_local_accuracy, (A, P)),
-    "out_local_accuracy": (metrics.out_local_accuracy, (A, P)),
-    "average_accuracy": (metrics.average_accuracy, (A, P, [3, 4])),
-    "uniform_accuracy": (metrics.uniform_accuracy, (A, P, [3, 4])),
-    "forgetting": (metrics.forgetting, (ROUNDS,)),
-    "query_accuracy_gain": (metrics.query_accuracy_gain, (A, B, [3, 4])),
-    "query_forgetting": (metrics.query_forgetting, (A, B, P)),
-    "consistency": (metrics.consistency, (A, B)),
-}
+QUERY = [3, 4]
 
-EXPECTED = {
-    "top1": 3 / 8,
-    "in_local_accuracy": float(A @ P),
-    "out_local_accuracy": float(A @ (1 - P) / 5),
-    "average_accuracy": float((A @ P + A[3] + A[4]) / 3),
-    "uniform_accuracy": float(A[:5].mean()),
-    "forgetting": float(
-        np.mean([max(ROUNDS[t, c] - ROUNDS[-1, c] for t in range(7)) for c in range(6)])
+Inputs = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A measure with inputs, and its value by the formula."""
+
+    measure: Callable[..., float]
+    inputs: Inputs
+    expected: float
+
+    @classmethod
+    def of(cls, measure: Callable[..., float], *inputs: Any, expected: float) -> Example:
+        """An example with these inputs."""
+        return cls(measure, inputs, expected)
+
+
+CHANGE = AFTER - BEFORE
+LOSSES = ROUNDS[:-1].max(axis=0) - ROUNDS[-1]
+NORMS = math.sqrt((BEFORE @ BEFORE) * (AFTER @ AFTER))
+
+MEASURES = {
+    "top1": Example.of(metrics.top1, np.array([1, 2]), np.array([4, 4]), expected=3 / 8),
+    "in_local_accuracy": Example.of(
+        metrics.in_local_accuracy, BEFORE, SHARES, expected=BEFORE @ SHARES
     ),
-    "query_accuracy_gain": float((B - A)[[3, 4]].mean()),
-    "query_forgetting": float(np.minimum(0, B - A)[:3].mean()),
-    "consistency": float(A @ B / math.sqrt((A @ A) * (B @ B))),
+    "out_local_accuracy": Example.of(
+        metrics.out_local_accuracy, BEFORE, SHARES, expected=BEFORE @ (1 - SHARES) / 5
+    ),
+    "average_accuracy": Example.of(
+        metrics.average_accuracy,
+        BEFORE,
+        SHARES,
+        QUERY,
+        expected=(BEFORE @ SHARES + BEFORE[3] + BEFORE[4]) / 3,
+    ),
+    "uniform_accuracy": Example.of(
+        metrics.uniform_accuracy, BEFORE, SHARES, QUERY, expected=BEFORE[:5].mean()
+    ),
+    "forgetting": Example.of(metrics.forgetting, ROUNDS, expected=LOSSES.mean()),
+    "query_accuracy_gain": Example.of(
+        metrics.query_accuracy_gain, BEFORE, AFTER, QUERY, expected=CHANGE[QUERY].mean()
+    ),
+    "query_forgetting": Example.of(
+        metrics.query_forgetting,
+        BEFORE,
+        AFTER,
+        SHARES,
+        expected=np.minimum(0, CHANGE)[:3].mean(),
+    ),
+    "consistency": Example.of(metrics.consistency, BEFORE, AFTER, expected=BEFORE @ AFTER / NORMS),
 }
 
 every_measure = pytest.mark.parametrize("name", MEASURES)
 
 
-def as_tensor(x: object) -> object:
-    return torch.from_numpy(x) if isinstance(x, np.ndarray) else torch.tensor(x)
+def as_tensor(value: Any) -> torch.Tensor:
+    """An input as a tensor."""
+    return torch.as_tensor(value)
 
 
-def as_list(x: object) -> object:
-    return x.tolist() if isinstance(x, np.ndarray) else tuple(x)  # type: ignore[arg-type]
+def as_list(value: Any) -> Any:
+    """An array as a list, a list as a tuple."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return tuple(value)
 
 
 @every_measure
 def test_a_measure_is_its_formula_for_arrays_tensors_and_lists(name: str) -> None:
-    measure, inputs = MEASURES[name]
-    for kind in (lambda x: x, as_tensor, as_list):
-        found = measure(*(kind(x) for x in inputs))
-        assert type(found) is float
-        assert found == pytest.approx(EXPECTED[name], rel=1e-12)
+    example = MEASURES[name]
+    tensors = map(as_tensor, example.inputs)
+    lists = map(as_list, example.inputs)
+
+    for inputs in (example.inputs, tensors, lists):
+        value = example.measure(*inputs)
+        assert type(value) is float
+        assert value == pytest.approx(example.expected, rel=1e-12)
+
+
+def with_untested_class(value: Any) -> Any:
+    """Accuracies with a further class that was never tested; nobody has examples of it."""
+    if not isinstance(value, np.ndarray):
+        return value
+    column = np.full((*value.shape[:-1], 1), NAN)
+    if value is SHARES:
+        column = np.zeros(1)
+    return np.concatenate([value, column], axis=-1)
+
+
+def never_tested(value: Any) -> Any:
+    """Accuracies of classes that were never tested."""
+    if isinstance(value, np.ndarray) and value is not SHARES:
+        return np.full_like(value, NAN)
+    return value
 
 
 @every_measure
 def test_a_measure_leaves_out_a_class_that_was_never_tested(name: str) -> None:
+    """``top1`` takes counts, which are never NaN."""
     if name == "top1":
         return
-    measure, inputs = MEASURES[name]
+    example = MEASURES[name]
 
-    def longer(x: object) -> object:
-        if not isinstance(x, np.ndarray):
-            return x
-        extra = np.zeros(1) if x is P else np.full((*x.shape[:-1], 1), np.nan)
-        return np.concatenate([x, extra], axis=-1)
+    value = example.measure(*map(with_untested_class, example.inputs))
 
-    assert measure(*(longer(x) for x in inputs)) == pytest.approx(EXPECTED[name], rel=1e-12)
+    assert value == pytest.approx(example.expected, rel=1e-12)
 
 
 @every_measure
-def test_a_measure_of_nothing_is_not_a_number(name: str) -> None:
-    measure, inputs = MEASURES[name]
+def test_a_measure_without_tests_is_not_a_number(name: str) -> None:
+    example = MEASURES[name]
+    inputs: Iterable[Any] = map(never_tested, example.inputs)
     if name == "top1":
-        assert math.isnan(measure([0, 0], [0, 0]))
-        return
-    blank = [
-        np.full_like(x, np.nan) if isinstance(x, np.ndarray) and x is not P else x for x in inputs
-    ]
-    assert math.isnan(measure(*blank))
+        inputs = [[0, 0], [0, 0]]
+
+    assert math.isnan(example.measure(*inputs))
 
 
 @every_measure
 def test_a_measure_refuses_shapes_that_do_not_fit(name: str) -> None:
-    measure, inputs = MEASURES[name]
+    measure = MEASURES[name].measure
+    further_inputs = MEASURES[name].inputs[1:]
+
     with pytest.raises(ConfigError, match="shape"):
-        measure(0.5, *inputs[1:])
-    if len(inputs) > 1:
+        measure(0.5, *further_inputs)
+    if further_inputs:
         with pytest.raises(ConfigError, match="classes"):
-            measure(np.ones(3), *inputs[1:])
+            measure(np.ones(3), *further_inputs)
 
 
 def test_class_accuracy_counts_and_marks_the_untested() -> None:
-    found = metrics.class_accuracy(torch.tensor([3, 0, 0]), torch.tensor([4, 2, 0]))
-    np.testing.assert_array_equal(found, [0.75, 0.0, np.nan])
-    # as a journal writes it
+    """A journal has None for a class that was not tested."""
+    accuracy = metrics.class_accuracy(torch.tensor([3, 0, 0]), torch.tensor([4, 2, 0]))
+
+    np.testing.assert_array_equal(accuracy, [0.75, 0.0, np.nan])
     assert metrics.in_local_accuracy([0.5, None, 1.0], [0.25, 0.5, 0.25]) == 0.75
 
 
-def test_out_local_shares_collapse_to_uniform_with_the_local_ones() -> None:
+def test_with_equal_shares_in_and_out_local_accuracy_are_the_mean() -> None:
     uniform = np.full(6, 1 / 6)
-    assert metrics.out_local_accuracy(A, uniform) == pytest.approx(A.mean())
-    assert metrics.in_local_accuracy(A, uniform) == pytest.approx(A.mean())
+
+    assert metrics.out_local_accuracy(BEFORE, uniform) == pytest.approx(BEFORE.mean())
+    assert metrics.in_local_accuracy(BEFORE, uniform) == pytest.approx(BEFORE.mean())
     assert math.isnan(metrics.out_local_accuracy([0.5], [1.0]))
 
 
-def test_seen_and_unseen_classes() -> None:
-    assert metrics.in_local_accuracy(A, P, unweighted=True) == pytest.approx(A[:3].mean())
-    assert metrics.out_local_accuracy(A, P, unweighted=True) == pytest.approx(A[3:].mean())
+def test_unweighted_local_accuracies_are_means_of_seen_and_unseen_classes() -> None:
+    in_local = metrics.in_local_accuracy(BEFORE, SHARES, unweighted=True)
+    out_local = metrics.out_local_accuracy(BEFORE, SHARES, unweighted=True)
+
+    assert in_local == pytest.approx(BEFORE[:3].mean())
+    assert out_local == pytest.approx(BEFORE[3:].mean())
 
 
 # papers.md 13.12
-@pytest.mark.parametrize("asked", [1, 2, 3])
-def test_perfect_at_home_and_lost_elsewhere_scores_one_in_one_plus_the_query(asked: int) -> None:
-    accuracy = (P > 0).astype(float)
-    assert metrics.average_accuracy(accuracy, P, range(3, 3 + asked)) == pytest.approx(
-        1 / (1 + asked)
-    )
-    assert metrics.uniform_accuracy(accuracy, P, range(3, 3 + asked)) == pytest.approx(
-        3 / (3 + asked)
-    )
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_client_without_any_answer_scores_one_over_one_more_than_its_queries(count: int) -> None:
+    """It is perfect on its own three classes, and always wrong on those of its query."""
+    accuracy = (SHARES > 0).astype(float)
+    query = range(3, 3 + count)
+
+    average = metrics.average_accuracy(accuracy, SHARES, query)
+    uniform = metrics.uniform_accuracy(accuracy, SHARES, query)
+
+    assert average == pytest.approx(1 / (1 + count))
+    assert uniform == pytest.approx(3 / (3 + count))
 
 
 def test_a_class_both_local_and_queried_counts_once_with_weight_one() -> None:
     assert metrics.average_accuracy([1.0, 0.0], [0.5, 0.5], [0]) == pytest.approx(1 / 1.5)
     assert metrics.average_accuracy([1.0, 0.0], [0.5, 0.5], [0, 0]) == pytest.approx(1 / 1.5)
-    assert metrics.average_accuracy(A, P, []) == pytest.approx(metrics.in_local_accuracy(A, P))
-    assert metrics.query_accuracy_gain(A, B, torch.tensor([3, 3])) == pytest.approx(B[3] - A[3])
+    in_local = metrics.in_local_accuracy(BEFORE, SHARES)
+    assert metrics.average_accuracy(BEFORE, SHARES, []) == pytest.approx(in_local)
+    gain = metrics.query_accuracy_gain(BEFORE, AFTER, torch.tensor([3, 3]))
+    assert gain == pytest.approx(AFTER[3] - BEFORE[3])
 
 
-@pytest.mark.parametrize("bad", [[6], [-1]])
-def test_a_query_outside_the_classes_is_refused(bad: list[int]) -> None:
-    for ask in (metrics.average_accuracy, metrics.uniform_accuracy):
-        with pytest.raises(ConfigError, match="query class"):
-            ask(A, P, bad)
+@pytest.mark.parametrize("query", [[6], [-1]])
+def test_a_query_outside_the_classes_is_refused(query: list[int]) -> None:
     with pytest.raises(ConfigError, match="query class"):
-        metrics.query_accuracy_gain(A, B, bad)
+        metrics.average_accuracy(BEFORE, SHARES, query)
+    with pytest.raises(ConfigError, match="query class"):
+        metrics.uniform_accuracy(BEFORE, SHARES, query)
+    with pytest.raises(ConfigError, match="query class"):
+        metrics.query_accuracy_gain(BEFORE, AFTER, query)
 
 
 # papers.md 13.13
@@ -163,31 +231,34 @@ def test_a_class_counts_negatively_only_if_its_last_round_is_strictly_its_best(
 
 
 def test_running_forgetting_takes_each_round_as_the_last() -> None:
-    found = metrics.running_forgetting(ROUNDS)
-    assert found[0] == 0
-    for t in range(2, 9):
-        assert found[t - 1] == pytest.approx(metrics.forgetting(ROUNDS[:t]))
-    assert metrics.forgetting(ROUNDS[:1]) == metrics.forgetting(ROUNDS[:0]) == 0
+    running = metrics.running_forgetting(ROUNDS)
+
+    assert len(running) == 8
+    assert running[0] == 0
+    for rounds in range(2, 9):
+        assert running[rounds - 1] == pytest.approx(metrics.forgetting(ROUNDS[:rounds]))
+    assert metrics.forgetting(ROUNDS[:1]) == 0
+    assert metrics.forgetting(ROUNDS[:0]) == 0
     assert metrics.running_forgetting(ROUNDS[:0]) == []
 
 
-def test_forgetting_with_a_class_that_was_tested_now_and_then() -> None:
+def test_forgetting_of_a_class_that_was_tested_in_some_rounds_only() -> None:
     assert metrics.forgetting([[0.75, NAN], [NAN, 0.5], [0.25, 0.25]]) == 0.375
     assert metrics.forgetting([[0.75, 0.5], [0.25, NAN]]) == 0.5
 
 
-def test_running_consistency_is_one_value_a_round() -> None:
-    found = metrics.running_consistency(ROUNDS)
-    assert len(found) == 8
-    assert math.isnan(found[0])
-    assert found[3] == pytest.approx(metrics.consistency(ROUNDS[2], ROUNDS[3]))
-    assert metrics.consistency(A, 0.5 * A) == pytest.approx(1)
-    assert math.isnan(metrics.consistency(A, 0 * A))
+def test_running_consistency_compares_each_round_with_the_one_before() -> None:
+    running = metrics.running_consistency(ROUNDS)
+
+    assert len(running) == 8
+    assert math.isnan(running[0])
+    assert running[3] == pytest.approx(metrics.consistency(ROUNDS[2], ROUNDS[3]))
+    assert metrics.consistency(BEFORE, 0.5 * BEFORE) == pytest.approx(1)
+    assert math.isnan(metrics.consistency(BEFORE, 0 * BEFORE))
     assert metrics.running_consistency(ROUNDS[:0]) == []
 
 
-def test_a_weighted_mean_never_leaves_its_numbers() -> None:
-    draw = np.random.default_rng(0)
+def test_a_weighted_mean_of_ones_is_exactly_one() -> None:
+    generator = np.random.default_rng(0)
     for _ in range(2000):
-        weights = draw.random(10)
-        assert weighted_mean(np.ones(10), weights) == 1.0
+        assert weighted_mean(np.ones(10), generator.random(10)) == 1.0

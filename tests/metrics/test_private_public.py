@@ -11,13 +11,15 @@ import pytest
 import toys
 from fedstill.benchmark import recipes
 from fedstill.cli import call
+from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import resolve
+from fedstill.core.codec import decode
 from fedstill.engines.passes import ModelPasses
 from fedstill.metrics.local_models import private_public
 from fedstill.report.page import write_page
-from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run
+from journals import journal_events
 
 FOUR = (
     {"name": "mlp", "hidden": (6,)},
@@ -27,7 +29,8 @@ FOUR = (
 )
 
 
-def experiment(**changes: object):
+def experiment(**changes: object) -> Experiment:
+    """Four clients with four networks, two rounds."""
     values: dict[str, object] = {
         "data": {"public": toys.PUBLIC},
         "topology": {"clients": 4},
@@ -41,32 +44,28 @@ def experiment(**changes: object):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a finished run."""
     folder = tmp_path_factory.mktemp("four") / "run"
     run(experiment(), folder, data=toys.blobs())
     return folder
 
 
-def event(client: int, private=None, public=None) -> dict[str, object]:
-    found = {k: v for k, v in (("private", private), ("public", public)) if v}
-    return {"client": client, **found}
-
-
 def test_the_formula() -> None:
-    events = [
-        event(
-            0,
-            private={"counts": [4, 0], "after": [1, 0]},
-            public={"counts": [5, 5], "after": [5, 0]},
-        ),
-        event(-1, public={"counts": [5, 5], "before": [0, 0], "after": [3, 3]}),
-        event(
-            0,
-            private={"counts": [4, 0], "before": [1, 0], "after": [3, 0]},
-            public={"counts": [5, 5], "before": [5, 0], "after": [5, 3]},
-        ),
-        {"client": 1, "refused": "gone"},
-    ]
-    assert private_public(events) == {
+    """The last event of a client counts, and the client -1 is the server."""
+    fit = {
+        "client": 0,
+        "private": {"counts": [4, 0], "after": [1, 0]},
+        "public": {"counts": [5, 5], "after": [5, 0]},
+    }
+    server = {"client": -1, "public": {"counts": [5, 5], "before": [0, 0], "after": [3, 3]}}
+    distil = {
+        "client": 0,
+        "private": {"counts": [4, 0], "before": [1, 0], "after": [3, 0]},
+        "public": {"counts": [5, 5], "before": [5, 0], "after": [5, 3]},
+    }
+    refusal = {"client": 1, "refused": "gone"}
+
+    assert private_public([fit, server, distil, refusal]) == {
         "private_accuracy": 0.75,
         "private_by_client": {"0": 0.75},
         "private_before_by_client": {"0": 0.25},
@@ -78,97 +77,89 @@ def test_the_formula() -> None:
     assert private_public([{"client": 0}]) == {}
 
 
-def test_a_run_says_what_every_client_knows_before_and_after(finished: Path) -> None:
-    rounds = [e for e in read_journal(finished / "journal.jsonl") if e["event"] == "round"]
+def test_a_run_records_accuracies_of_every_client_before_and_after(finished: Path) -> None:
+    clients = {"0", "1", "2", "3"}
+    rounds = journal_events(finished, event="round")
+
     assert len(rounds) == 2
-    for r in rounds:
-        for kind in ("private", "public"):
-            assert (
-                set(r[f"{kind}_by_client"])
-                == set(r[f"{kind}_before_by_client"])
-                == {"0", "1", "2", "3"}
-            )
-        assert 0 < r["server_public_accuracy"] <= 1
-        assert r["bytes_up"] > 0
-        assert r["bytes_as_weights"] > 0
+    for event in rounds:
+        assert set(event["private_by_client"]) == clients
+        assert set(event["private_before_by_client"]) == clients
+        assert set(event["public_by_client"]) == clients
+        assert set(event["public_before_by_client"]) == clients
+        assert 0 < event["server_public_accuracy"] <= 1
+        assert event["bytes_up"] > 0
+        assert event["bytes_as_weights"] > 0
 
 
 def test_the_numbers_are_those_of_the_models_themselves(finished: Path) -> None:
     prepared = prepare(resolve(experiment()), toys.blobs())
-    from fedstill.core.codec import decode
+    last_round = journal_events(finished, event="round")[-1]
+    distil = prepared.settings.schedule(2, prepared.world)[2]
 
-    last = [e for e in read_journal(finished / "journal.jsonl") if e["event"] == "round"][-1]
-    public, stage = prepared.sites.public, prepared.settings.schedule(2, prepared.world)[2]
     for client in range(4):
         (path,) = (finished / "memory").glob(f"client{client}-round2-stage2.safetensors")
         params = decode(path.read_bytes()).params
-        view = prepared.sites.view(client, stage)
-        for kind, data in (("public", public), ("private", view.validation)):
-            logits = ModelPasses(view.model, prepared.sites.inputs).logits(params, data)
-            accuracy = float((logits.argmax(1) == data.labels).double().mean())
-            assert last[f"{kind}_by_client"][str(client)] == pytest.approx(accuracy)
+        view = prepared.sites.view(client, distil)
+        passes = ModelPasses(view.model, prepared.sites.inputs)
+        examples_by_kind = {"public": prepared.sites.public, "private": view.validation}
+        for kind, examples in examples_by_kind.items():
+            predicted = passes.logits(params, examples).argmax(1)
+            accuracy = float((predicted == examples.labels).double().mean())
+            assert last_round[f"{kind}_by_client"][str(client)] == pytest.approx(accuracy)
 
 
 def test_public_data_without_labels_have_no_accuracy(tmp_path: Path) -> None:
-    blind = experiment(data={"public": toys.PUBLIC, "public_labels": False}, rounds=1)
-    (last,) = run(blind, tmp_path / "run", data=toys.blobs()).history
-    assert "public_by_client" not in last
-    assert "private_by_client" in last
+    unlabelled = experiment(data={"public": toys.PUBLIC, "public_labels": False}, rounds=1)
+
+    (event,) = run(unlabelled, tmp_path / "run", data=toys.blobs()).history
+
+    assert "public_by_client" not in event
+    assert "private_by_client" in event
 
 
 def test_the_report_shows_accuracy_by_client_and_network(finished: Path, tmp_path: Path) -> None:
     text = write_page([finished], tmp_path / "page.html").read_text()
+
     assert "Client by client" in text
     for name in ("mlp(hidden=(6,)", "logistic", "mlp(hidden=(9, 5)", "digits_cnn"):
         assert name in text
     assert "weights:" in text
 
 
+def test_hipers_recipe_has_the_papers_numbers_and_plans(tmp_path: Path) -> None:
+    recipe = recipes.load_recipe("hiper/table1")
+    cell = ("HiPer-FedKD", "alpha 0.1")
+
+    (variant,) = recipe.variants([cell], [1], {}, tmp_path)
+
+    plans = resolve(variant.experiment).plans
+    assert recipe.published[cell].clients["private"] == [79.69, 41.64, 66.17, 43.34]
+    epochs = {stage: plan.epochs for stage, plan in plans.items()}
+    assert epochs == {"local": 5, "teach_server": 10, "distil": 5}
+    for plan in plans.values():
+        assert plan.batch == 64
+        assert plan.lr == 0.01
+        assert plan.momentum == 0.0
+        assert plan.weight_decay == 0.0
+
+
 def test_hipers_table_prints_ours_beside_the_papers_by_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """In a line of private accuracies, each second number is ours."""
     monkeypatch.chdir(tmp_path)
-    recipe = recipes.load_recipe("hiper/table1")
-    assert recipe.published["HiPer-FedKD", "alpha 0.1"].clients["private"] == [
-        79.69,
-        41.64,
-        66.17,
-        43.34,
+    command = "reproduce hiper/table1 --data digits --rounds 1 --seeds 1 -q"
+    changes = "-s data.public=50 -s model=logistic -s plan.epochs=1"
+
+    status = call([*command.split(), *changes.split(), "--cells", "HiPer*:alpha 1.0"])
+
+    table = capsys.readouterr().out
+    assert status == 0
+    assert "by client, ours (paper's)" in table
+    assert "(67.2)" in table
+    assert "57.0" in table
+    (line,) = [
+        line for line in table.splitlines() if line.startswith("HiPer-FedKD") and "private" in line
     ]
-    settings = resolve(
-        recipe.variants([("HiPer-FedKD", "alpha 0.1")], [1], {}, tmp_path)[0].experiment
-    )
-    assert {k: p.epochs for k, p in settings.plans.items()} == {
-        "local": 5,
-        "teach_server": 10,
-        "distil": 5,
-    }
-    assert {(p.batch, p.lr, p.momentum, p.weight_decay) for p in settings.plans.values()} == {
-        (64, 0.01, 0.0, 0.0)
-    }
-    words = [
-        "reproduce",
-        "hiper/table1",
-        "--data",
-        "digits",
-        "--rounds",
-        "1",
-        "--seeds",
-        "1",
-        "-q",
-        "-s",
-        "data.public=50",
-    ]
-    words += ["-s", "model=logistic", "-s", "plan.epochs=1", "--cells", "HiPer*:alpha 1.0"]
-    assert call(words) == 0
-    said = capsys.readouterr().out
-    assert "by client, ours (paper's)" in said
-    assert "(67.2)" in said
-    assert "57.0" in said
-    lines = [
-        line.split()
-        for line in said.splitlines()
-        if line.startswith("HiPer-FedKD") and "private" in line
-    ]
-    assert len(lines) == 1
-    assert all(float(v) >= 0 for v in lines[0][2::2]), "ours are numbers"
+    assert all(float(number) >= 0 for number in line.split()[2::2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -10,58 +11,73 @@ from scipy import stats
 
 from fedstill.metrics.ranks import Difference, paired_difference
 
-ONE = {1: 0.5, 2: 0.75, 3: 0.9}
+ACCURACIES = {1: 0.5, 2: 0.75, 3: 0.9}
+"""Accuracies by seed."""
+
+
+def difference(first: Mapping[int, float], second: Mapping[int, float]) -> Difference:
+    """The paired difference of runs that have a seed in common."""
+    paired = paired_difference(first, second)
+    assert paired is not None
+    return paired
 
 
 def test_the_interval_of_one_to_five() -> None:
-    got = paired_difference({s: float(s) for s in range(1, 6)}, dict.fromkeys(range(1, 6), 0.0))
-    assert got is not None
-    # t of 4 degrees of freedom; variance 2.5
-    half = 2.7764451051977987 * math.sqrt(2.5) / math.sqrt(5)
-    assert (got.mean, got.pairs) == (3.0, 5)
-    assert (got.low, got.high) == (
-        pytest.approx(3 - half, abs=1e-12),
-        pytest.approx(3 + half, abs=1e-12),
-    )
+    """The variance is 2.5; the quantile is that of Student's t with 4 degrees of freedom."""
+    one_to_five = {seed: float(seed) for seed in range(1, 6)}
+    zeros = dict.fromkeys(range(1, 6), 0.0)
+
+    paired = difference(one_to_five, zeros)
+
+    half_width = 2.7764451051977987 * math.sqrt(2.5) / math.sqrt(5)
+    assert paired.mean == 3.0
+    assert paired.pairs == 5
+    assert paired.low == pytest.approx(3 - half_width, abs=1e-12)
+    assert paired.high == pytest.approx(3 + half_width, abs=1e-12)
 
 
-def test_it_is_that_of_scipys_paired_test() -> None:
-    draw = np.random.default_rng(0)
-    a, b = draw.random(7), draw.random(7)
-    got = paired_difference(dict(enumerate(a)), dict(enumerate(b)))
-    assert got is not None
-    low, high = stats.ttest_rel(a, b).confidence_interval(0.95)
-    assert (got.low, got.high) == (pytest.approx(low, abs=1e-12), pytest.approx(high, abs=1e-12))
-    assert got.p == pytest.approx(stats.ttest_rel(a, b).pvalue, rel=1e-12)
-    assert got.told_apart == (stats.ttest_rel(a, b).pvalue < 0.05)
+def test_the_difference_is_that_of_scipys_paired_test() -> None:
+    generator = np.random.default_rng(0)
+    first = generator.random(7)
+    second = generator.random(7)
+
+    paired = difference(dict(enumerate(first)), dict(enumerate(second)))
+
+    expected = stats.ttest_rel(first, second)
+    low, high = expected.confidence_interval(0.95)
+    assert paired.low == pytest.approx(low, abs=1e-12)
+    assert paired.high == pytest.approx(high, abs=1e-12)
+    assert paired.p == pytest.approx(expected.pvalue, rel=1e-12)
+    assert paired.told_apart == (expected.pvalue < 0.05)
 
 
-def test_only_seeds_that_both_have_count() -> None:
-    got = paired_difference(ONE, {2: 0.25, 3: 0.4, 9: 1.0})
-    assert got is not None
-    assert (got.pairs, got.mean) == (2, pytest.approx(0.5))
-    assert paired_difference(ONE, {4: 1.0}) is None
+def test_only_common_seeds_count() -> None:
+    paired = difference(ACCURACIES, {2: 0.25, 3: 0.4, 9: 1.0})
+
+    assert paired.pairs == 2
+    assert paired.mean == pytest.approx(0.5)
+    assert paired_difference(ACCURACIES, {4: 1.0}) is None
 
 
-def test_one_pair_tells_nothing_apart() -> None:
-    got = paired_difference({1: 1.0}, {1: 0.0})
-    assert got is not None
-    assert (got.mean, got.pairs, got.told_apart) == (1.0, 1, False)
-    assert [math.isnan(end) for end in (got.low, got.high)] == [True, True]
+def test_one_pair_shows_no_difference() -> None:
+    paired = difference({1: 1.0}, {1: 0.0})
+
+    assert paired.mean == 1.0
+    assert paired.pairs == 1
+    assert not paired.told_apart
+    assert math.isnan(paired.low)
+    assert math.isnan(paired.high)
 
 
-def test_equal_runs_are_not_told_apart_and_swapping_turns_the_sign() -> None:
-    same = paired_difference(ONE, ONE)
-    assert same == Difference(0.0, 0.0, 0.0, 1.0, 3)
+def test_equal_runs_do_not_differ_and_a_swap_changes_the_sign() -> None:
+    other_accuracies = {1: 0.1, 2: 0.1, 3: 0.2}
+
+    same = difference(ACCURACIES, ACCURACIES)
+    paired = difference(ACCURACIES, other_accuracies)
+    swapped = difference(other_accuracies, ACCURACIES)
+
+    assert same == Difference(mean=0.0, low=0.0, high=0.0, p=1.0, pairs=3)
     assert not same.told_apart
-    there, back = (
-        paired_difference(ONE, {1: 0.1, 2: 0.1, 3: 0.2}),
-        paired_difference({1: 0.1, 2: 0.1, 3: 0.2}, ONE),
-    )
-    assert there is not None
-    assert back is not None
-    assert (there.mean, there.low, there.high) == (
-        pytest.approx(-back.mean),
-        pytest.approx(-back.high),
-        -back.low,
-    )
+    assert paired.mean == pytest.approx(-swapped.mean)
+    assert paired.low == pytest.approx(-swapped.high)
+    assert paired.high == -swapped.low
