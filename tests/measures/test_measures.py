@@ -1,11 +1,11 @@
-"""Every registered measure runs, resumes to the same bits, and says what it cost; what it gives is
-re-derived here.
+"""Every registered measure runs, resumes to the same bits, and reports its cost; its numbers are
+derived again here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from fedstill.config.resolve import resolve
 from fedstill.core import descriptions, registry, trees
 from fedstill.core.errors import ConfigError, FedstillError
 from fedstill.core.extensions import StageResult
-from fedstill.core.records import Payload
+from fedstill.core.records import Payload, Tensors
 from fedstill.core.registry import register
 from fedstill.data.inputs import Inputs
 from fedstill.flower.site_settings import code_in
@@ -30,30 +30,50 @@ from fedstill.measures.base import EvaluationContext, Measure, Numbers
 from fedstill.measures.choice import MeasuredRun, measures, unsuited_measures
 from fedstill.measures.features import directions
 from fedstill.metrics.local_models import by_epoch
-from fedstill.running.journal import read_journal, without_times
+from fedstill.running.journal import without_times
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
-from run_bits import assert_same_bits, bits, stopped
+from journals import journal_events
+from run_bits import assert_same_bits, bits, model_bytes, stopped
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 
 APART = {"boundaries"}
-"""Of clients that asked, in one round: test_boundaries.py."""
-MEASURES = [n for n in registry.names("measure") if not n.startswith("toy_") and n not in APART]
+"""The measure of a single client with a query, in a run of one round; test_boundaries.py tests
+it.
+"""
+
+MEASURES = [
+    name for name in registry.names("measure") if not name.startswith("toy_") and name not in APART
+]
 WITH_REPLIES = {"local", "epochs", "personal", "private_public"}
 """Measured by clients within their stage."""
+
 ON_CIRCLE = {"sphere": "sphere_digits_cnn"}
-ONE_BY_ONE = {"kind": "sequential", "clients": 6, "sampled": 1}
+"""Measures of a network whose features are on a circle, and such a network."""
+
+CHAIN = {"kind": "sequential", "clients": 6, "sampled": 1}
 MIXED = {"rounds": 1, "clients": {"models": ["mlp", "logistic"]}}
-STAGES: list[tuple[StageResult, EvaluationContext]] = []
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a measure gets to see of a stage."""
+
+    result: StageResult
+    context: EvaluationContext
+
+
+LOOKS: list[Look] = []
+"""Everything that the measure ``toy_spy`` has seen."""
 
 
 @register("measure", "toy_spy")
 class Spy(Measure):
     """Remembers what it was shown."""
 
-    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
-        STAGES.append((seen, context))
+    def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
+        LOOKS.append(Look(result, context))
         return None
 
 
@@ -61,57 +81,79 @@ class Spy(Measure):
 class Broken(Measure):
     """Fails when it looks."""
 
-    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
+    def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
         raise ZeroDivisionError("nothing\nto divide")
 
 
 def measured(*names: str, **changes: Any) -> Experiment:
-    model = {
-        "model": next(
-            (ON_CIRCLE[n] for n in names if n in ON_CIRCLE), {"name": "mlp", "hidden": (8,)}
-        )
-    }
-    chain = {"topology": ONE_BY_ONE} if "chain" in names else {}
-    more = {"data": {"public": toys.PUBLIC}} if "private_public" in names else {}
-    # whose time grows with the square
-    more |= {"data": {"test_size": 40}} if names == ("tsne",) else {}
-    return toys.toy(**{"measure": list(names), **model, **chain, **more, **changes})
+    """A toy experiment with these measures, and with the network, topology and data that they
+    need.
+    """
+    values: dict[str, Any] = {"measure": list(names), "model": {"name": "mlp", "hidden": (8,)}}
+    for name in ON_CIRCLE.keys() & set(names):
+        values["model"] = ON_CIRCLE[name]
+    if "chain" in names:
+        values["topology"] = CHAIN
+    if "private_public" in names:
+        values["data"] = {"public": toys.PUBLIC}
+    if names == ("tsne",):
+        # Its time is quadratic in the examples.
+        values["data"] = {"test_size": 40}
+    return toys.toy(**{**values, **changes})
+
+
+def measure_of(name: str) -> Measure:
+    """A registered measure."""
+    return measures([name])[name]
+
+
+@dataclass(frozen=True)
+class MeasuredFolder:
+    """The directory of a finished run with one measure."""
+
+    measure: str
+    folder: Path
 
 
 @pytest.fixture(scope="module", params=MEASURES)
-def whole(
+def finished(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path]:
+) -> MeasuredFolder:
+    """A finished run with each of the measures."""
     folder = tmp_path_factory.mktemp(request.param) / "run"
     run(measured(request.param), folder, data=toys.blobs())
-    return request.param, folder
+    return MeasuredFolder(request.param, folder)
 
 
-def test_it_runs_and_says_what_it_cost(whole: tuple[str, Path]) -> None:
-    name, folder = whole
-    events, measure = read_journal(folder / "journal.jsonl"), measures([name])[name]
-    found = [e for e in events if e["event"] == "measure"]
+def test_it_runs_and_reports_its_cost(finished: MeasuredFolder) -> None:
+    name = finished.measure
+    looks = journal_events(finished.folder, event="measure")
+
     if name in WITH_REPLIES:
-        assert not found
+        assert not looks
     else:
-        assert [(e["measure"], e["round"]) for e in found] == [
-            (name, r) for r in ([3] if measure.only_last else [2, 3])
-        ]
-        assert all(e["seconds"] > 0 and e["name"] == "train" for e in found)
-        spent = {e["round"]: e["seconds"] for e in found}
-        every = [e for e in events if e["event"] == "round"]
-        assert all(e["seconds_measuring"] > spent.get(e["round"], 0) for e in every)
-    summary = resume(folder).summary
-    assert summary["seconds_measures"][name] > 0
-    assert resume(folder).measures == found
+        rounds = [2, 3]
+        if measure_of(name).only_last:
+            rounds = [3]
+        assert [event["round"] for event in looks] == rounds
+        assert {event["measure"] for event in looks} == {name}
+        assert {event["name"] for event in looks} == {"train"}
+        assert all(event["seconds"] > 0 for event in looks)
+        seconds = {event["round"]: event["seconds"] for event in looks}
+        for event in journal_events(finished.folder, event="round"):
+            assert event["seconds_measuring"] > seconds.get(event["round"], 0)
+
+    result = resume(finished.folder)
+    assert result.summary["seconds_measures"][name] > 0
+    assert result.measures == looks
 
 
-def test_it_resumes_to_the_same_bits(whole: tuple[str, Path], tmp_path: Path) -> None:
-    name, folder = whole
+def test_it_resumes_to_the_same_bits(finished: MeasuredFolder, tmp_path: Path) -> None:
     for stages in (2, 3):
-        other = stopped(measured(name), tmp_path / str(stages), stages)
-        resume(other, data=toys.blobs())
-        assert_same_bits(bits(other), bits(folder))
+        folder = stopped(measured(finished.measure), tmp_path / str(stages), stages)
+        resume(folder, data=toys.blobs())
+
+        assert_same_bits(bits(folder), bits(finished.folder))
 
 
 @pytest.fixture(scope="module")
@@ -121,272 +163,386 @@ def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], byte
 
     def model(name: str) -> bytes:
         tree = resolve(measured(name)).tree
-        same = {key: tree[key] for key in ("model", "topology", "data")}
-        if repr(same) not in models:
+        setting = {key: tree[key] for key in ("model", "topology", "data")}
+        key = repr(setting)
+        if key not in models:
             folder = tmp_path_factory.mktemp("unmeasured") / "run"
-            run(measured(**same), folder, data=toys.blobs())
-            models[repr(same)] = (folder / "model.safetensors").read_bytes()
-        return models[repr(same)]
+            run(measured(**setting), folder, data=toys.blobs())
+            models[key] = model_bytes(folder)
+        return models[key]
 
     return model
 
 
-def test_it_looks_without_leaving_a_trace(
-    whole: tuple[str, Path], unmeasured: Callable[[str], bytes]
+def test_it_does_not_change_the_model(
+    finished: MeasuredFolder, unmeasured: Callable[[str], bytes]
 ) -> None:
-    name, folder = whole
-    assert (folder / "model.safetensors").read_bytes() == unmeasured(name)
+    assert model_bytes(finished.folder) == unmeasured(finished.measure)
 
 
-def test_it_is_documented(whole: tuple[str, Path]) -> None:
-    entry = registry.lookup("measure", whole[0])
+def test_it_is_documented(finished: MeasuredFolder) -> None:
+    """Of a larger test set, it does not take fewer examples."""
+    entry = registry.lookup("measure", finished.measure)
+    measure = measure_of(finished.measure)
+
     assert descriptions.summary(entry).endswith(".")
-    images = [measures([whole[0]])[whole[0]].examples(n, 10, 5000) for n in (100, 1000)]
-    assert 0 < images[0] <= images[1]
+    assert 0 < measure.examples(100, 10, 5000) <= measure.examples(1000, 10, 5000)
+
+
+@dataclass(frozen=True)
+class LastRound:
+    """The last round of a run with all measures that suit one network."""
+
+    result: StageResult
+    context: EvaluationContext
+    looks: dict[str, dict[str, Any]]
+    """The events of measures."""
+    reports: dict[int, dict[str, Any]]
+    """The events of clients."""
+    event: dict[str, Any]
+    """The event of the round."""
+
+    @property
+    def received(self) -> Tensors:
+        """The parameters that clients received."""
+        return self.result.before.params
+
+    @property
+    def aggregated(self) -> Tensors:
+        """The parameters after the round."""
+        return self.result.after.params
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[StageResult, dict[str, Any]]:
-    """The last stage of a run with all measures that fit one model, and what they gave there."""
-    names = [n for n in MEASURES if n not in ("landscape", "chain", "private_public", *ON_CIRCLE)]
-    STAGES.clear()
-    found = run(
-        measured("toy_spy", *names), tmp_path_factory.mktemp("seen") / "run", data=toys.blobs()
+def last_round(tmp_path_factory: pytest.TempPathFactory) -> LastRound:
+    """The last round of such a run."""
+    unsuited = {"landscape", "chain", "private_public", *ON_CIRCLE}
+    names = [name for name in MEASURES if name not in unsuited]
+    LOOKS.clear()
+    folder = tmp_path_factory.mktemp("looks") / "run"
+    experiment = measured("toy_spy", *names)
+    result = run(experiment, folder, data=toys.blobs())
+    (look,) = [
+        look
+        for look in LOOKS
+        if look.result.ends_round and look.result.stage.round == experiment.rounds
+    ]
+    clients = journal_events(folder, event="client", round=3)
+    looks = journal_events(folder, event="measure", round=3)
+    return LastRound(
+        result=look.result,
+        context=look.context,
+        looks={event["measure"]: event for event in looks},
+        reports={event["client"]: event for event in clients},
+        event=result.history[-1],
     )
-    (last,) = [s for s, context in STAGES if s.ends_round and s.stage.round == context.world.rounds]
-    events = [e for e in read_journal(found.directory / "journal.jsonl") if e.get("round") == 3]
-    reports = {e["client"]: e for e in events if e["event"] == "client"}
-    looks = {e["measure"]: e for e in events if e["event"] == "measure"}
-    return last, {**looks, "reports": reports, "round": found.history[-1]}
 
 
-def hidden(params: Any, x: Tensor) -> Tensor:
-    return (
-        x.flatten(1).double() @ params["body.1.weight"].double().T + params["body.1.bias"].double()
-    ).relu()
+def hidden(params: Tensors, inputs: Tensor) -> Tensor:
+    """The features of the network, in float64."""
+    weight = params["body.1.weight"].double()
+    return (inputs.flatten(1).double() @ weight.T + params["body.1.bias"].double()).relu()
 
 
-def logits(params: Any, x: Tensor) -> Tensor:
-    return hidden(params, x) @ params["head.weight"].double().T + params["head.bias"].double()
+def logits(params: Tensors, inputs: Tensor) -> Tensor:
+    """The logits of the network, in float64."""
+    weight = params["head.weight"].double()
+    return hidden(params, inputs) @ weight.T + params["head.bias"].double()
 
 
-def common_test() -> tuple[Tensor, Tensor]:
-    ready = prepare(resolve(measured()), toys.blobs())
-    test = ready.sites.common_test
-    assert test is not None
-    return ready.sites.inputs.plain(test.values), test.labels
+@dataclass(frozen=True)
+class Labelled:
+    """Standardised inputs and their labels."""
+
+    inputs: Tensor
+    labels: Tensor
+
+    def is_correct(self, params: Tensors) -> Tensor:
+        """Whether a model predicts each label."""
+        return logits(params, self.inputs).argmax(1) == self.labels
+
+    def accuracy_by_class(self, params: Tensors) -> np.ndarray:
+        """A model's accuracy on each class."""
+        is_correct = self.is_correct(params).double()
+        return np.array([is_correct[self.labels == c].mean() for c in range(toys.CLASSES)])
 
 
-def trained(client: int, inputs: type[Inputs] = Inputs) -> tuple[Tensor, Tensor]:
+def common_test() -> Labelled:
+    """The common test set."""
     sites = prepare(resolve(measured()), toys.blobs()).sites
-    own = sites.train.take(sites.positions(client))
-    return inputs(sites.inputs.mean, sites.inputs.std).plain(own.values), own.labels
+    test = sites.common_test
+    assert test is not None
+    return Labelled(sites.inputs.plain(test.values), test.labels)
 
 
-def shares(client: int) -> np.ndarray:
-    counts = np.bincount(trained(client)[1], minlength=toys.CLASSES)
+def training_data(client: int, inputs: type[Inputs] = Inputs) -> Labelled:
+    """A client's training examples."""
+    sites = prepare(resolve(measured()), toys.blobs()).sites
+    examples = sites.train.take(sites.positions(client))
+    standardised = inputs(sites.inputs.mean, sites.inputs.std).plain(examples.values)
+    return Labelled(standardised, examples.labels)
+
+
+def class_shares(client: int) -> np.ndarray:
+    """The shares of classes in a client's training data."""
+    counts = np.bincount(training_data(client).labels, minlength=toys.CLASSES)
     return counts / counts.sum()
 
 
-def test_the_stage_is_shown_with_its_start_and_end(
-    seen: tuple[StageResult, dict[str, Any]],
+def difference(params: Tensors, start: Tensors) -> np.ndarray:
+    """The change of all parameters, as one vector in float64."""
+    changes = [(params[name].double() - start[name].double()).numpy() for name in params]
+    return np.concatenate([change.ravel() for change in changes])
+
+
+def test_a_measure_sees_a_stage_with_its_start_and_end(last_round: LastRound) -> None:
+    result = last_round.result
+    examples = {reply.client: reply.examples for reply in result.accepted}
+
+    assert result.ends_round
+    assert all(payload.params is last_round.received for payload in result.payloads.values())
+    assert set(result.local_models) == set(result.stage.clients)
+    weights = [examples[client] for client in result.local_models]
+    mean = trees.mean(list(result.local_models.values()), weights)
+    for name, value in mean.items():
+        assert torch.equal(last_round.aggregated[name], value)
+
+
+def preferred_classes(
+    layer: Callable[[Tensors, Tensor], Tensor], params: Tensors, test: Labelled
+) -> np.ndarray:
+    """For each unit of a layer, the class with the largest mean activation."""
+    activations = layer(params, test.inputs)
+    means = [activations[test.labels == c].mean(0).numpy() for c in range(toys.CLASSES)]
+    return np.stack(means).argmax(0)
+
+
+@pytest.mark.parametrize(("name", "layer"), [("features", hidden), ("classifier", logits)])
+def test_alignment_as_a_plain_loop(
+    name: str, layer: Callable[[Tensors, Tensor], Tensor], last_round: LastRound
 ) -> None:
-    last, _ = seen
-    assert last.ends_round
-    assert all(d.params is last.before.params for d in last.payloads.values())
-    assert set(last.local_models) == set(last.stage.clients)
-    sizes = {r.client: r.examples for r in last.accepted}
-    mean = trees.mean(list(last.local_models.values()), [sizes[c] for c in last.local_models])
-    assert all(torch.equal(last.after.params[k], v) for k, v in mean.items())
+    test = common_test()
+    start = preferred_classes(layer, last_round.received, test)
+    end = preferred_classes(layer, last_round.aggregated, test)
+    by_client = []
+    for params in last_round.result.local_models.values():
+        classes = preferred_classes(layer, params, test)
+        by_client.append(float(np.mean(start == classes)))
+
+    numbers = last_round.looks["alignment"]["layers"][name]
+
+    assert numbers["clients"] == by_client
+    assert numbers["local"] == pytest.approx(np.mean(by_client))
+    assert numbers["local_std"] == pytest.approx(np.std(by_client))
+    assert numbers["global"] == float(np.mean(start == end))
 
 
-def test_alignment_as_a_plain_loop(seen: tuple[StageResult, dict[str, Any]]) -> None:
-    last, found = seen
-    x, y = common_test()
+def test_units_are_the_preferred_classes_of_all_models(last_round: LastRound) -> None:
+    test = common_test()
 
-    def classes(params: Any, layer: Any) -> np.ndarray:
-        return np.stack(
-            [layer(params, x)[y == c].mean(0).numpy() for c in range(toys.CLASSES)]
-        ).argmax(0)
+    numbers = last_round.looks["units"]
 
-    for name, layer in (("features", hidden), ("classifier", logits)):
-        start = classes(last.before.params, layer)
-        each = [float(np.mean(start == classes(p, layer))) for p in last.local_models.values()]
-        got = found["alignment"]["layers"][name]
-        assert got["clients"] == each
-        assert got["local"] == pytest.approx(np.mean(each))
-        assert got["local_std"] == pytest.approx(np.std(each))
-        assert got["global"] == float(np.mean(start == classes(last.after.params, layer)))
-    units = found["units"]
-    assert units["models"] == [
-        "received",
-        *(f"client {c}" for c in sorted(last.local_models)),
-        "aggregated",
+    clients = [f"client {client}" for client in sorted(last_round.result.local_models)]
+    assert numbers["models"] == ["received", *clients, "aggregated"]
+    received = preferred_classes(hidden, last_round.received, test)
+    aggregated = preferred_classes(hidden, last_round.aggregated, test)
+    assert numbers["classes"][0] == received.tolist()
+    assert numbers["classes"][-1] == aggregated.tolist()
+
+
+def test_divergence_as_a_plain_loop(last_round: LastRound) -> None:
+    local_models = last_round.result.local_models
+    accuracy = common_test().accuracy_by_class(last_round.received)
+
+    numbers = last_round.looks["divergence"]
+
+    assert numbers["clients"] == list(local_models)
+    for index, (client, params) in enumerate(local_models.items()):
+        change = difference(params, last_round.received)
+        distance = np.abs(accuracy / accuracy.sum() - class_shares(client)).sum()
+        assert numbers["l1"][index] == pytest.approx(np.abs(change).sum())
+        assert numbers["l2"][index] == pytest.approx(np.sqrt((change**2).sum()))
+        assert numbers["distance"][index] == pytest.approx(distance)
+    assert numbers["mean_l2"] == pytest.approx(np.mean(numbers["l2"]))
+
+
+def test_personalised_accuracy_as_a_plain_loop(last_round: LastRound) -> None:
+    test = common_test()
+    train_accuracies = []
+    personalised = []
+    sizes = []
+    for client, params in last_round.result.local_models.items():
+        train = training_data(client)
+        is_correct = train.is_correct(params)
+        correct_labels = train.labels[is_correct]
+        report = last_round.reports[client]
+        correct = torch.bincount(correct_labels, minlength=toys.CLASSES)
+        counts = torch.bincount(train.labels, minlength=toys.CLASSES)
+        assert report["trained_right"] == correct.tolist()
+        assert report["trained_counts"] == counts.tolist()
+        sizes.append(len(train.labels))
+        train_accuracies.append(float(is_correct.double().mean()))
+        personalised.append(test.accuracy_by_class(params) @ class_shares(client))
+
+    event = last_round.event
+    weighted = np.average(train_accuracies, weights=sizes)
+    assert event["local_train_accuracy"] == pytest.approx(np.mean(train_accuracies))
+    assert event["local_train_accuracy_weighted"] == pytest.approx(weighted)
+    assert event["personalised_accuracy"] == pytest.approx(np.mean(personalised))
+    assert event["personalised_accuracy_std"] == pytest.approx(np.std(personalised))
+
+
+def in_float64(last_round: LastRound) -> Look:
+    """What a measure sees of the same round if all numbers are in float64."""
+    result = last_round.result
+    received = replace(result.before, params=widened(last_round.received))
+    replies = [
+        replace(reply, content=Payload(params=widened(reply.content.params)))
+        for reply in result.accepted
     ]
-    assert units["classes"][0] == classes(last.before.params, hidden).tolist()
-    assert units["classes"][-1] == classes(last.after.params, hidden).tolist()
-
-
-def test_divergence_as_a_plain_loop(seen: tuple[StageResult, dict[str, Any]]) -> None:
-    last, found = seen
-    x, y = common_test()
-    right = (logits(last.before.params, x).argmax(1) == y).numpy()
-    accuracy = np.array([right[y.numpy() == c].mean() for c in range(toys.CLASSES)])
-    got = found["divergence"]
-    assert got["clients"] == list(last.local_models)
-    for i, (client, params) in enumerate(last.local_models.items()):
-        gap = np.concatenate(
-            [(params[k].double() - last.before.params[k].double()).numpy().ravel() for k in params]
-        )
-        assert got["l1"][i] == pytest.approx(np.abs(gap).sum())
-        assert got["l2"][i] == pytest.approx(np.sqrt((gap**2).sum()))
-        assert got["distance"][i] == pytest.approx(
-            np.abs(accuracy / accuracy.sum() - shares(client)).sum()
-        )
-    assert got["mean_l2"] == pytest.approx(np.mean(got["l2"]))
-
-
-def test_personalised_accuracy_as_a_plain_loop(seen: tuple[StageResult, dict[str, Any]]) -> None:
-    last, found = seen
-    x, y = common_test()
-    local_train, personalised = [], []
-    for client, params in last.local_models.items():
-        own_x, own_y = trained(client)
-        report, right = found["reports"][client], logits(params, own_x).argmax(1) == own_y
-        assert report["trained_right"] == [
-            int(right[own_y == c].sum()) for c in range(toys.CLASSES)
-        ]
-        assert report["trained_counts"] == [int((own_y == c).sum()) for c in range(toys.CLASSES)]
-        local_train.append(float(right.double().mean()))
-        tested = (logits(params, x).argmax(1) == y).double()
-        personalised.append(
-            np.array([tested[y == c].mean() for c in range(toys.CLASSES)]) @ shares(client)
-        )
-    sizes, got = [len(trained(c)[1]) for c in last.local_models], found["round"]
-    assert got["local_train_accuracy"] == pytest.approx(np.mean(local_train))
-    assert got["local_train_accuracy_weighted"] == pytest.approx(
-        np.average(local_train, weights=sizes)
+    inputs = last_round.context.inputs
+    return Look(
+        replace(result, before=received, accepted=replies),
+        replace(last_round.context, inputs=Wide(inputs.mean, inputs.std)),
     )
-    assert got["personalised_accuracy"] == pytest.approx(np.mean(personalised))
-    assert got["personalised_accuracy_std"] == pytest.approx(np.std(personalised))
 
 
-def test_diversity_as_a_plain_loop(seen: tuple[StageResult, dict[str, Any]]) -> None:
-    last, found = seen
+def gradient_on(params: Tensors, data: Labelled) -> np.ndarray:
+    """The gradient of the mean cross-entropy, as one vector."""
+    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+    loss = torch.nn.functional.cross_entropy(logits(leaves, data.inputs), data.labels)
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    return np.concatenate([gradient.numpy().ravel() for gradient in gradients])
 
-    def ratio(rows: list[np.ndarray]) -> float:
-        return float(np.mean([(r**2).sum() for r in rows]) / (np.mean(rows, axis=0) ** 2).sum())
 
-    (context,) = [r for s, r in STAGES if s is last]
-    again = measures(["diversity"])["diversity"].look(last, context)
-    assert again is not None
-    assert {k: found["diversity"][k] for k in again} == again, (
-        "what is looked at in float64 below is what is journaled"
-    )
-    replies = [replace(r, content=Payload(params=widened(r.content.params))) for r in last.accepted]
-    start = widened(last.before.params)
-    wide = replace(last, before=replace(last.before, params=start), accepted=replies)
-    exact = measures(["diversity"])["diversity"].look(
-        wide, replace(context, inputs=Wide(context.inputs.mean, context.inputs.std))
-    )
+def norm_ratio(vectors: list[np.ndarray]) -> float:
+    """The mean squared norm over the squared norm of the mean."""
+    squared_norms = [(vector**2).sum() for vector in vectors]
+    mean_vector = np.mean(vectors, axis=0)
+    return float(np.mean(squared_norms) / (mean_vector**2).sum())
+
+
+def test_diversity_as_a_plain_loop(last_round: LastRound) -> None:
+    """The journal has the numbers of the measure, which are compared in float64."""
+    diversity = measure_of("diversity")
+    numbers = diversity.look(last_round.result, last_round.context)
+    assert numbers is not None
+    assert numbers.items() <= last_round.looks["diversity"].items()
+
+    exact_look = in_float64(last_round)
+    exact = diversity.look(exact_look.result, exact_look.context)
+
     assert exact is not None
-    gradients, updates = [], []
-    for client, params in last.local_models.items():
-        x, y = trained(client, Wide)
-        leaves = {k: v.clone().requires_grad_() for k, v in start.items()}
-        torch.nn.functional.cross_entropy(logits(leaves, x), y).backward()
-        gradients.append(np.concatenate([v.grad.numpy().ravel() for v in leaves.values()]))
-        updates.append(
-            np.concatenate([(start[k] - params[k].double()).numpy().ravel() for k in params])
-        )
-    assert exact["gradients"] == pytest.approx(ratio(gradients), rel=NEAR)
-    assert exact["updates"] == pytest.approx(ratio(updates), rel=NEAR)
+    start = exact_look.result.before.params
+    gradients = []
+    updates = []
+    for client, params in last_round.result.local_models.items():
+        gradients.append(gradient_on(start, training_data(client, Wide)))
+        updates.append(difference(params, start))
+    assert exact["gradients"] == pytest.approx(norm_ratio(gradients), rel=NEAR)
+    assert exact["updates"] == pytest.approx(norm_ratio(updates), rel=NEAR)
     assert exact["gradients"] > 1
 
 
 @pytest.mark.parametrize("engine", ["serial", "pooled", "vectorised", "flower"])
-def test_accuracy_after_an_epoch_is_that_of_training_so_long(engine: str, tmp_path: Path) -> None:
+def test_accuracy_after_an_epoch_is_that_of_training_for_so_many_epochs(
+    engine: str, tmp_path: Path
+) -> None:
     """A model after its e-th epoch is the one that a run of e epochs sends; epoch 0 is the model
     received.
     """
 
-    def last(epochs: int, *names: str) -> dict[str, Any]:
+    def round_event(epochs: int, *names: str) -> dict[str, Any]:
         plan = {"epochs": epochs, "batch": 8, "lr": 0.1, "momentum": 0.9}
-        same = measured(*names, rounds=1, plan=plan, engine=engine)
-        return run(same, tmp_path / f"{epochs}{len(names)}", data=toys.blobs()).history[-1]
+        experiment = measured(*names, rounds=1, plan=plan, engine=engine)
+        folder = tmp_path / f"{epochs} epochs, {len(names)} measures"
+        return run(experiment, folder, data=toys.blobs()).history[-1]
 
-    found = last(3, "local", "epochs")["by_epoch"]["train"]
-    shorter = [last(epochs, "local") for epochs in (1, 2, 3)]
+    by_epoch = round_event(3, "local", "epochs")["by_epoch"]["train"]
+    runs = [round_event(epochs, "local") for epochs in (1, 2, 3)]
+
     for side in ("in_local_accuracy", "out_local_accuracy"):
-        assert found[side] == pytest.approx(
-            [shorter[0][f"received_{side}"], *(e[side] for e in shorter)], abs=1e-12
-        )
-        assert found[f"{side}_std"][1:] == pytest.approx(
-            [e[f"{side}_std"] for e in shorter], abs=1e-12
-        )
-    assert len(set(found["in_local_accuracy"])) > 1
-    assert found["clients"] == 4
+        accuracies = [runs[0][f"received_{side}"], *(event[side] for event in runs)]
+        deviations = [event[f"{side}_std"] for event in runs]
+        assert by_epoch[side] == pytest.approx(accuracies, abs=1e-12)
+        assert by_epoch[f"{side}_std"][1:] == pytest.approx(deviations, abs=1e-12)
+    assert len(set(by_epoch["in_local_accuracy"])) > 1
+    assert by_epoch["clients"] == 4
 
 
-def test_clients_that_stop_earlier_leave_the_later_epochs(tmp_path: Path) -> None:
+def test_clients_that_stop_earlier_are_left_out_of_later_epochs() -> None:
     """By hand: two clients of two classes, of which one trains one epoch and the other two."""
-    one = {"name": "train", "label_counts": [3, 1], "correct_by_epoch": [[0, 4], [4, 0]]}
-    two = {"name": "train", "label_counts": [0, 8], "correct_by_epoch": [[4, 0], [2, 2], [0, 4]]}
-    found = by_epoch([one, two, {"name": "other"}], [4, 4])["by_epoch"]["train"]
-    assert found["in_local_accuracy"] == [0.125, 0.625, 1.0]
-    assert found["out_local_accuracy"] == [0.875, 0.375, 0.0]
-    assert found["in_local_accuracy_std"] == [0.125, 0.125, 0.0]
-    assert by_epoch([{"name": "other"}], [4, 4]) == {}
+    one_epoch = {"name": "train", "label_counts": [3, 1], "correct_by_epoch": [[0, 4], [4, 0]]}
+    two_epochs = {
+        "name": "train",
+        "label_counts": [0, 8],
+        "correct_by_epoch": [[4, 0], [2, 2], [0, 4]],
+    }
+    unmeasured = {"name": "other"}
+
+    numbers = by_epoch([one_epoch, two_epochs, unmeasured], [4, 4])["by_epoch"]["train"]
+
+    assert numbers["in_local_accuracy"] == [0.125, 0.625, 1.0]
+    assert numbers["out_local_accuracy"] == [0.875, 0.375, 0.0]
+    assert numbers["in_local_accuracy_std"] == [0.125, 0.125, 0.0]
+    assert by_epoch([unmeasured], [4, 4]) == {}
 
 
-def test_a_joint_tsne_keeps_classes_together(seen: tuple[StageResult, dict[str, Any]]) -> None:
-    got = seen[1]["tsne"]
-    labels, x, y = np.array(got["labels"]), np.array(got["x"][-1]), np.array(got["y"][-1])
-    assert np.array(got["x"]).shape == (len(got["models"]), 100)
-    gaps = np.hypot(x[:, None] - x, y[:, None] - y)
-    same = labels[:, None] == labels
-    assert gaps[same].mean() < 0.7 * gaps[~same].mean()
+def test_a_joint_tsne_places_classes_together(last_round: LastRound) -> None:
+    numbers = last_round.looks["tsne"]
+    labels = np.array(numbers["labels"])
+    x = np.array(numbers["x"][-1])
+    y = np.array(numbers["y"][-1])
+
+    distances = np.hypot(x[:, None] - x, y[:, None] - y)
+    is_same_class = labels[:, None] == labels
+
+    assert np.array(numbers["x"]).shape == (len(numbers["models"]), 100)
+    assert distances[is_same_class].mean() < 0.7 * distances[~is_same_class].mean()
 
 
 def test_directions_are_counts_of_angles() -> None:
     angles = np.random.default_rng(0).uniform(-np.pi, np.pi, 500)
     labels = np.arange(500) % 3
     points = torch.from_numpy(np.stack([np.cos(angles), np.sin(angles)], 1))
-    found = directions(points, torch.from_numpy(labels), 3)
-    for c in range(3):
-        np.testing.assert_array_equal(
-            found[c], np.histogram(angles[labels == c], 72, (-np.pi, np.pi))[0]
-        )
+
+    counts = directions(points, torch.from_numpy(labels), 3)
+
+    for label in range(3):
+        expected, _ = np.histogram(angles[labels == label], 72, (-np.pi, np.pi))
+        np.testing.assert_array_equal(counts[label], expected)
 
 
 def test_landscapes_meet_at_the_model_itself(tmp_path: Path) -> None:
-    (found,) = run(
-        measured("landscape", rounds=1, plan={"lr": 0.1}), tmp_path / "run", data=toys.blobs()
-    ).measures
-    for around in found["models"].values():
-        middle = len(found["axis"]) // 2
-        assert (
-            around["random"][middle][middle]
-            == around["hessian"][middle][middle]
-            == around["noise"][0]
-        )
-        assert abs(around["eigenvalues"][0]) >= abs(around["eigenvalues"][1])
-        assert around["noise"][-1] > around["noise"][0]
+    experiment = measured("landscape", rounds=1, plan={"lr": 0.1})
+
+    (event,) = run(experiment, tmp_path / "run", data=toys.blobs()).measures
+
+    middle = len(event["axis"]) // 2
+    for landscape in event["models"].values():
+        loss = landscape["noise"][0]
+        assert landscape["random"][middle][middle] == loss
+        assert landscape["hessian"][middle][middle] == loss
+        assert landscape["noise"][-1] > loss
+        assert abs(landscape["eigenvalues"][0]) >= abs(landscape["eigenvalues"][1])
 
 
-def test_in_a_chain_each_link_is_looked_at(tmp_path: Path) -> None:
-    found = run(
-        measured("alignment", method="toy_chain", rounds=1), tmp_path / "run", data=toys.blobs()
-    ).measures
-    assert [(e["round"], e["stage"], e["clients"]) for e in found] == [
-        (1, i, found[i]["clients"]) for i in range(4)
-    ]
-    assert all(len(e["clients"]) == 1 for e in found)
-    assert all(e["layers"]["features"]["local"] == e["layers"]["features"]["global"] for e in found)
+def test_in_a_chain_each_link_is_measured(tmp_path: Path) -> None:
+    """The model after a link is that of its client."""
+    experiment = measured("alignment", method="toy_chain", rounds=1)
+
+    looks = run(experiment, tmp_path / "run", data=toys.blobs()).measures
+
+    assert [event["round"] for event in looks] == [1] * 4
+    assert [event["stage"] for event in looks] == [0, 1, 2, 3]
+    for event in looks:
+        features = event["layers"]["features"]
+        assert len(event["clients"]) == 1
+        assert features["local"] == features["global"]
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "problem"),
     [
         (
             {"measure": ["alignment"], "method": "toy_logits", "data": {"public": toys.PUBLIC}},
@@ -407,51 +563,57 @@ def test_in_a_chain_each_link_is_looked_at(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_measure_that_cannot_look_is_refused_by_name(
-    changes: dict[str, Any], words: str, tmp_path: Path
+def test_an_unsuited_measure_is_refused_by_name(
+    changes: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
+    with pytest.raises(ConfigError, match=problem) as refusal:
         run(toys.toy(**changes), tmp_path / "run", data=toys.blobs())
-    assert "\n" not in str(caught.value)
+
+    assert "\n" not in str(refusal.value)
     assert not (tmp_path / "run").exists()
 
 
-AT_HOME = {"client_data", "test_at_clients"}
-
-
-@pytest.mark.parametrize("name", [n for n in MEASURES if AT_HOME & measures([n])[n].needs])
-def test_outside_of_a_simulation_clients_data_cannot_be_looked_at(name: str) -> None:
-    ready = prepare(resolve(measured(name)), toys.blobs())
+def setting(experiment: Experiment, **changes: Any) -> MeasuredRun:
+    """What the check of measures knows of a run with FedAvg."""
+    ready = prepare(resolve(experiment), toys.blobs())
     schedule = ready.settings.schedule
-    setting = MeasuredRun(
-        schedule, "fedavg", schedule(1, ready.world), ready.world, simulated=False
-    )
-    problem = unsuited_measures(measures([name]), setting)
+    return MeasuredRun(schedule, "fedavg", schedule(1, ready.world), ready.world, **changes)
+
+
+CLIENT_NEEDS = {"client_data", "test_at_clients"}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in MEASURES if CLIENT_NEEDS & measure_of(name).needs]
+)
+def test_outside_of_a_simulation_measures_of_clients_data_are_refused(name: str) -> None:
+    federation = setting(measured(name), simulated=False)
+
+    problem = unsuited_measures(measures([name]), federation)
+
     assert problem.startswith(f"measure {name}: ")
     assert "flower.data = 'sites'" in problem
-    assert unsuited_measures(measures(["alignment", "local"]), setting) == ""
+    assert unsuited_measures(measures(["alignment", "local"]), federation) == ""
 
 
-def one_by_one(setting: MeasuredRun) -> MeasuredRun:
+def in_a_chain(parallel: MeasuredRun) -> MeasuredRun:
     """The same with its clients in a chain."""
-    return replace(setting, stages=[replace(s, sequential=True) for s in setting.stages])
+    stages = [replace(stage, sequential=True) for stage in parallel.stages]
+    return replace(parallel, stages=stages)
 
 
-def test_without_a_test_set_nothing_can_be_looked_at_but_what_clients_send() -> None:
-    ready = prepare(resolve(measured()), toys.blobs())
-    setting = MeasuredRun(
-        ready.settings.schedule,
-        "fedavg",
-        ready.settings.schedule(1, ready.world),
-        ready.world,
-        tested=False,
-    )
+def test_without_a_test_set_only_measures_with_replies_are_possible() -> None:
+    untested = setting(measured(), tested=False)
+
     for name in MEASURES:
-        if name not in WITH_REPLIES and name not in ON_CIRCLE:
-            fitting = one_by_one(setting) if name == "chain" else setting
-            problem = unsuited_measures(measures([name]), fitting)
-            assert problem.startswith(f"measure {name}: it needs a common test set")
-    assert unsuited_measures(measures(sorted(WITH_REPLIES)), setting) == ""
+        if name in WITH_REPLIES or name in ON_CIRCLE:
+            continue
+        suited = untested
+        if name == "chain":
+            suited = in_a_chain(untested)
+        problem = unsuited_measures(measures([name]), suited)
+        assert problem.startswith(f"measure {name}: it needs a common test set")
+    assert unsuited_measures(measures(sorted(WITH_REPLIES)), untested) == ""
 
 
 def test_a_site_runs_no_measure_that_a_server_names_by_file() -> None:
@@ -460,23 +622,34 @@ def test_a_site_runs_no_measure_that_a_server_names_by_file() -> None:
 
 
 def test_a_measure_that_fails_is_named_with_its_place(tmp_path: Path) -> None:
-    with pytest.raises(
-        FedstillError, match="round 2, stage 'train': measure toy_broken failed: ZeroDivisionError"
-    ):
+    failure = "round 2, stage 'train': measure toy_broken failed: ZeroDivisionError"
+
+    with pytest.raises(FedstillError, match=failure):
         run(measured("toy_broken"), tmp_path / "run", data=toys.blobs())
 
 
+OWN_MEASURE = """
+from fedstill.measures.base import Measure
+
+
+class Clients(Measure):
+    def look(self, result, context):
+        return {"clients": len(result.accepted)}
+"""
+
+
 def test_a_measure_of_ones_own_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from fedstill.measures.base import Measure\n\n\n"
-        "class Clients(Measure):\n    def look(self, seen, context):\n        return {'clients': "
-        "len(seen.accepted)}\n"
-    )
+    """The journal has the name of the file, and not its folder."""
+    (tmp_path / "mine.py").write_text(OWN_MEASURE)
     (tmp_path / "other.py").write_text("def look():\n    return 3\n")
-    own = f"{tmp_path / 'mine.py'}:Clients"
-    found = run(measured(own), tmp_path / "run", data=toys.blobs())
-    assert [(e["measure"], e["clients"]) for e in found.measures] == [("mine.py:Clients", 4)] * 2
-    assert str(tmp_path) not in (tmp_path / "run" / "journal.jsonl").read_text().partition("\n")[2]
+    experiment = measured(f"{tmp_path / 'mine.py'}:Clients")
+
+    looks = run(experiment, tmp_path / "run", data=toys.blobs()).measures
+
+    assert [event["measure"] for event in looks] == ["mine.py:Clients"] * 2
+    assert [event["clients"] for event in looks] == [4] * 2
+    _, _, after_start = (tmp_path / "run" / "journal.jsonl").read_text().partition("\n")
+    assert str(tmp_path) not in after_start
     with pytest.raises(ConfigError, match="not a Measure"):
         resolve(measured(f"{tmp_path / 'other.py'}:look"))
 
@@ -484,27 +657,32 @@ def test_a_measure_of_ones_own_is_a_file(tmp_path: Path) -> None:
 def test_explain_shows_the_cost_and_warns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "c.toml").write_text('measure = ["local", "landscape"]\nrounds = 2\n')
-    assert call(["explain", str(tmp_path / "c.toml")]) == 0
-    said = capsys.readouterr().out
-    assert "of training" in said
-    assert "measure landscape" in said
-    assert "warning: measure local" not in said
+    config = tmp_path / "config.toml"
+    config.write_text('measure = ["local", "landscape"]\nrounds = 2\n')
+
+    status = call(["explain", str(config)])
+
+    output = capsys.readouterr().out
+    assert status == 0
+    assert "of training" in output
+    assert "measure landscape" in output
+    assert "warning: measure local" not in output
 
 
-def test_events_are_equal_but_for_their_times(tmp_path: Path) -> None:
-    events = []
-    for name in ("a", "b"):
+def test_events_of_two_equal_runs_differ_in_their_times_only(tmp_path: Path) -> None:
+    journals = []
+    for name in ("first", "second"):
         run(measured("alignment", rounds=2), tmp_path / name, data=toys.blobs())
-        events.append(without_times(read_journal(tmp_path / name / "journal.jsonl")))
-    assert events[0] == events[1]
+        journals.append(without_times(journal_events(tmp_path / name)))
+
+    assert journals[0] == journals[1]
 
 
-def test_a_measure_of_before_is_still_asked_how_many_examples_it_takes() -> None:
+def test_a_measure_with_the_former_method_images_still_limits_its_examples() -> None:
     with pytest.warns(DeprecationWarning, match=r"Old\.images .*examples"):
 
         class Old(Measure):
-            def images(self, test: int, clients: int, own: int) -> int:
-                return test + own
+            def images(self, test: int, clients: int, training: int) -> int:
+                return test + training
 
     assert Old().examples(3, 1, 4) == 7

@@ -4,6 +4,8 @@ refused.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,11 @@ from double import NEAR
 from fedstill.core import descriptions, registry
 from fedstill.core.errors import ConfigError
 
-CIFAR, GREY28, DIGITS = (3, 32, 32), (1, 28, 28), (1, 8, 8)
+Shape = tuple[int, int, int]
+
+CIFAR = (3, 32, 32)
+GREY28 = (1, 28, 28)
+DIGITS = (1, 8, 8)
 
 # papers.md 8 and 13.15
 COUNTS = [
@@ -56,198 +62,238 @@ COUNTS = [
     ("table_resnet", DIGITS, 10, {}, 65 * 128 + 2 * (256 + 2 * 128 * 129) + 256 + 1290),
 ]
 
-OWN = [
-    name
-    for name in registry.names("model")
-    if registry.lookup("model", name).target.__module__.startswith("fedstill.models.")
-    and name
-    not in (
-        "pair",
-        "series_cnn",
-        "ft_transformer",
-        "bag",
-        "text_cnn",
-        "tiny_transformer",
-        "wrapped",
-        "low_rank",
-        "etf",
-        "lifted",
-    )  # have tests of their own
-]
+WITH_OTHER_TESTS = {
+    "pair",
+    "series_cnn",
+    "ft_transformer",
+    "bag",
+    "text_cnn",
+    "tiny_transformer",
+    "wrapped",
+    "low_rank",
+    "etf",
+    "lifted",
+}
+
+
+def is_image_network(name: str) -> bool:
+    """Whether a registered model is a network for images of the package."""
+    module = registry.lookup("model", name).target.__module__
+    return module.startswith("fedstill.models.") and name not in WITH_OTHER_TESTS
+
+
+MODELS = [name for name in registry.names("model") if is_image_network(name)]
 RESNETS = ["resnet10", "resnet18", "resnet50", "resnet56"]
 SMALLEST = {
     "cnn": 4,
     "simple_cnn": 8,
     "fedseq_cnn": 16,
     "qkt_cnn": 4,
+    "qkt_cnn_pooled": 8,
     "cwc_cnn": 16,
     "digits_cnn": 4,
+    "tiny_cnn": 4,
+    "sphere_cnn": 4,
+    "sphere_digits_cnn": 4,
     "lenet5": 16,
-}
-SMALLEST |= {
     "alexnet": 12,
     "mlp": 1,
     "logistic": 1,
     "sphere_mlp": 1,
     "table_resnet": 1,
-} | dict.fromkeys(RESNETS, 1)
-SMALLEST |= {"sphere_cnn": 4, "sphere_digits_cnn": 4, "tiny_cnn": 4, "qkt_cnn_pooled": 8}
+    **dict.fromkeys(RESNETS, 1),
+}
+"""The smallest side of an image."""
 
 
-def make(name: str, shape: tuple[int, int, int], classes: int = 10, **fields: object) -> nn.Module:
+def make(name: str, shape: Shape, classes: int = 10, **fields: object) -> nn.Module:
     """A model in float64."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = registry.lookup("model", name).build(shape, classes, **fields)
-    assert isinstance(made, nn.Module)
-    return made.double()
+        model = registry.lookup("model", name).build(shape, classes, **fields)
+    assert isinstance(model, nn.Module)
+    return model.double()
+
+
+def random_images(count: int, *shape: int) -> Tensor:
+    """Normal inputs in float64."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, *shape, generator=generator).double()
 
 
 @pytest.mark.parametrize(("name", "shape", "classes", "fields", "count"), COUNTS)
 def test_parameters_are_as_many_as_published(
-    name: str, shape: tuple[int, int, int], classes: int, fields: dict[str, object], count: int
+    name: str, shape: Shape, classes: int, fields: dict[str, object], count: int
 ) -> None:
     with torch.device("meta"):
         model = registry.lookup("model", name).build(shape, classes, **fields)
-    assert sum(p.numel() for p in model.parameters()) == count
+
+    assert sum(value.numel() for value in model.parameters()) == count
 
 
 def test_every_model_is_counted() -> None:
-    assert {row[0] for row in COUNTS} == set(SMALLEST) == set(OWN)
+    assert {row[0] for row in COUNTS} == set(MODELS)
+    assert set(SMALLEST) == set(MODELS)
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shape", [CIFAR, GREY28], ids=["32x32x3", "28x28x1"])
-def test_a_model_is_a_linear_head_on_a_body(name: str, shape: tuple[int, int, int]) -> None:
+def test_a_model_is_a_linear_head_on_a_body(name: str, shape: Shape) -> None:
     with torch.device("meta"):
         model = registry.lookup("model", name).build(shape, 7)
-        x = torch.zeros(2, *shape)
-        features = model.body(x)
+        images = torch.zeros(2, *shape)
+        features = model.body(images)
+
     assert {child for child, _ in model.named_children()} == {"body", "head"}
     assert isinstance(model.head, nn.Linear)
     assert features.shape == (2, model.head.in_features)
-    assert model(x).shape == (2, 7)
+    assert model(images).shape == (2, 7)
 
 
-SMALL = sorted(set(OWN) - {"resnet18", "resnet50"})
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_a_model_learns_something_in_all_its_parts_and_keeps_its_input(name: str) -> None:
-    side = max(8, SMALLEST[name])
-    model = make(name, (1, side, side), 4)
-    source = torch.Generator().manual_seed(1)
-    x = torch.randn(3, 1, side, side, generator=source).double()
-    before = x.clone()
-    out = model.eval()(x)
-    torch.testing.assert_close(
-        out, model.get_submodule("head")(model.get_submodule("body")(x)), rtol=0, atol=NEAR
-    )
-    out.square().sum().backward()
-    assert torch.equal(x, before)
-    for key, p in model.named_parameters():
-        assert p.grad is not None, key
-        assert p.grad.abs().sum() > 0, key
+SMALL = sorted(set(MODELS) - {"resnet18", "resnet50"})
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_no_model_has_running_statistics_by_default_and_examples_stand_alone(name: str) -> None:
+def test_a_model_learns_in_all_its_parts_and_does_not_change_its_input(name: str) -> None:
     side = max(8, SMALLEST[name])
-    model = make(name, (1, side, side), 4)
+    model = make(name, (1, side, side), 4).eval()
+    images = random_images(3, 1, side, side)
+    copy = images.clone()
+
+    logits = model(images)
+    logits.square().sum().backward()
+
+    features = model.get_submodule("body")(images)
+    by_parts = model.get_submodule("head")(features)
+    torch.testing.assert_close(logits, by_parts, rtol=0, atol=NEAR)
+    assert torch.equal(images, copy)
+    for entry, value in model.named_parameters():
+        assert value.grad is not None, entry
+        assert value.grad.abs().sum() > 0, entry
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_no_model_has_running_statistics_by_default_and_examples_are_independent(name: str) -> None:
+    side = max(8, SMALLEST[name])
+    model = make(name, (1, side, side), 4).eval()
+    images = random_images(3, 1, side, side)
+
     assert dict(model.named_buffers()) == {}
-    x = torch.randn(3, 1, side, side, generator=torch.Generator().manual_seed(1)).double()
-    torch.testing.assert_close(model.eval()(x)[:1], model(x[:1]), rtol=0, atol=NEAR)
+    torch.testing.assert_close(model(images)[:1], model(images[:1]), rtol=0, atol=NEAR)
 
 
-@pytest.mark.parametrize("name", ["digits_cnn", "mlp", "logistic", "resnet10"])
-def test_clients_can_be_stacked(name: str) -> None:
-    fields = {"norm": "batch_stats"} if name == "resnet10" else {}
-    side = 16 if name == "resnet10" else 8
-    models = [make(name, (1, side, side), 4, **fields) for _ in range(2)]
-    for p in models[1].parameters():
-        p.data.mul_(0.5)
-    params, buffers = stack_module_state(models)
-    x = torch.randn(2, 3, 1, side, side, generator=torch.Generator().manual_seed(1)).double()
+@pytest.mark.parametrize(
+    ("name", "side", "fields"),
+    [
+        ("digits_cnn", 8, {}),
+        ("mlp", 8, {}),
+        ("logistic", 8, {}),
+        ("resnet10", 16, {"norm": "batch_stats"}),
+    ],
+)
+def test_clients_can_be_stacked(name: str, side: int, fields: dict[str, object]) -> None:
+    first = make(name, (1, side, side), 4, **fields)
+    second = make(name, (1, side, side), 4, **fields)
+    for value in second.parameters():
+        value.data.mul_(0.5)
+    params, buffers = stack_module_state([first, second])
+    images = random_images(2, 3, 1, side, side)
 
-    def run(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        out: Tensor = functional_call(models[0], (params, buffers), (x,))
-        return out
+    def logits(client_params: dict[str, Tensor], client_images: Tensor) -> Tensor:
+        return functional_call(first, (client_params, buffers), (client_images,))
 
-    each = torch.stack([model(x[k]) for k, model in enumerate(models)])
-    torch.testing.assert_close(vmap(run)(params, x), each, rtol=0, atol=NEAR)
+    stacked = vmap(logits)(params, images)
+
+    torch.testing.assert_close(stacked[0], first(images[0]), rtol=0, atol=NEAR)
+    torch.testing.assert_close(stacked[1], second(images[1]), rtol=0, atol=NEAR)
 
 
 def test_the_three_norms_of_a_resnet() -> None:
-    x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1)).double()
-    batch, stats, group = (
-        make("resnet10", (3, 16, 16), norm=n) for n in ("batch", "batch_stats", "group")
-    )
-    assert (
-        list(group.state_dict())
-        == list(stats.state_dict())
-        == [k for k, _ in batch.named_parameters()]
-    )
+    """``batch_stats`` uses the statistics of a batch, as ``batch`` does in training; in evaluation,
+    ``batch`` uses running statistics, which are entries of the model.
+    """
+    images = random_images(4, 3, 16, 16)
+    batch = make("resnet10", (3, 16, 16), norm="batch")
+    batch_stats = make("resnet10", (3, 16, 16), norm="batch_stats")
+    group = make("resnet10", (3, 16, 16), norm="group")
+
+    entries = [name for name, _ in batch.named_parameters()]
+    assert list(group.state_dict()) == entries
+    assert list(batch_stats.state_dict()) == entries
     assert "body.stem.1.running_mean" in batch.state_dict()
-    torch.testing.assert_close(
-        batch.train()(x), stats.eval()(x), rtol=0, atol=NEAR
-    )  # one batch's statistics, in evaluation too
-    assert not torch.allclose(stats(x)[:2], stats(x[:2]), atol=1e-3)
-    assert not torch.allclose(batch.eval()(x), stats(x), atol=1e-3)
+
+    by_batch = batch_stats.eval()(images)
+    torch.testing.assert_close(batch.train()(images), by_batch, rtol=0, atol=NEAR)
+    assert not torch.allclose(batch_stats(images[:2]), by_batch[:2], atol=1e-3)
+    assert not torch.allclose(batch.eval()(images), by_batch, atol=1e-3)
     with pytest.raises(ConfigError, match="group"):
         make("resnet10", (3, 16, 16), norm="layer")
 
 
-@pytest.mark.parametrize("name", [n for n in OWN if SMALLEST[n] > 1])
-def test_images_too_small_are_refused_with_the_least_size(name: str) -> None:
-    least = SMALLEST[name]
+@pytest.mark.parametrize("name", [name for name in MODELS if SMALLEST[name] > 1])
+def test_images_too_small_are_refused_with_the_smallest_size(name: str) -> None:
+    smallest = SMALLEST[name]
+    build = registry.lookup("model", name).build
+    problem = f"'{name}' needs images of at least {smallest} x {smallest}"
+
     with torch.device("meta"):
-        registry.lookup("model", name).build((1, least, least), 10)
-        for shape in [(1, least - 1, least - 1), (1, 64, 1)]:
-            with pytest.raises(
-                ConfigError, match=f"'{name}' needs images of at least {least} x {least}"
-            ):
-                registry.lookup("model", name).build(shape, 10)
+        build((1, smallest, smallest), 10)
+        with pytest.raises(ConfigError, match=problem):
+            build((1, smallest - 1, smallest - 1), 10)
+        with pytest.raises(ConfigError, match=problem):
+            build((1, 64, 1), 10)
 
 
-@pytest.mark.parametrize(("name", "least"), [("resnet10", 9), ("resnet56", 5)])
+@pytest.mark.parametrize(("name", "smallest"), [("resnet10", 9), ("resnet56", 5)])
 @pytest.mark.parametrize("norm", ["batch", "batch_stats"])
-def test_batch_statistics_need_more_than_one_place(name: str, least: int, norm: str) -> None:
-    with pytest.raises(ConfigError, match=f"at least {least} x {least}.*group"):
-        make(name, (1, least - 1, 28), norm=norm)
+def test_batch_statistics_need_more_than_one_place(name: str, smallest: int, norm: str) -> None:
+    """One image of one place has no variance; the norm of groups does not need it."""
+    with pytest.raises(ConfigError, match=f"at least {smallest} x {smallest}.*group"):
+        make(name, (1, smallest - 1, 28), norm=norm)
+
     if name == "resnet56":
-        model = make(name, (1, least, least), norm=norm)
-        assert model.train()(torch.zeros(1, 1, least, least).double()).isfinite().all()
-        assert make(name, (1, 1, 1))(torch.zeros(1, 1, 1, 1).double()).isfinite().all()
+        model = make(name, (1, smallest, smallest), norm=norm).train()
+        assert model(random_images(1, 1, smallest, smallest)).isfinite().all()
+        grouped = make(name, (1, 1, 1))
+        assert grouped(random_images(1, 1, 1, 1)).isfinite().all()
+
+
+def fields_of(name: str) -> dict[str, Any]:
+    """The fields of a registered model."""
+    return descriptions.fields(registry.lookup("model", name))
 
 
 def test_options_of_the_registry() -> None:
-    fields = {name: set(descriptions.fields(registry.lookup("model", name))) for name in OWN}
-    assert fields["digits_cnn"] == set()
-    assert fields["cnn"] == {"projection"}
-    assert fields["mlp"] == {"hidden", "projection"}
-    assert fields["simple_cnn"] == {"dropout"}
-    assert fields["alexnet"] == {"relu"}
-    assert all(fields[name] == {"norm", "projection"} for name in [*RESNETS, "qkt_cnn_pooled"])
-    assert descriptions.fields(registry.lookup("model", "logistic"))["hidden"][1] == ()
-    assert descriptions.fields(registry.lookup("model", "mlp"))["hidden"][1] == (200, 200)
-    assert all(descriptions.summary(registry.lookup("model", name)).endswith(".") for name in OWN)
+    assert set(fields_of("digits_cnn")) == set()
+    assert set(fields_of("cnn")) == {"projection"}
+    assert set(fields_of("mlp")) == {"hidden", "projection"}
+    assert set(fields_of("simple_cnn")) == {"dropout"}
+    assert set(fields_of("alexnet")) == {"relu"}
+    for name in [*RESNETS, "qkt_cnn_pooled"]:
+        assert set(fields_of(name)) == {"norm", "projection"}
+    assert fields_of("logistic")["hidden"][1] == ()
+    assert fields_of("mlp")["hidden"][1] == (200, 200)
+    for name in MODELS:
+        assert descriptions.summary(registry.lookup("model", name)).endswith(".")
+
+
+def count_layers(model: nn.Module, kind: type[nn.Module]) -> int:
+    """The number of layers of a kind."""
+    return sum(isinstance(layer, kind) for layer in model.modules())
 
 
 def test_dropout_is_for_training_and_can_be_turned_off() -> None:
     model = make("simple_cnn", (1, 8, 8))
-    x = torch.ones(2, 1, 8, 8).double()
-    assert torch.equal(model.eval()(x), model(x))
+    without_dropout = make("simple_cnn", (1, 8, 8), dropout=0.0)
+    images = torch.ones(2, 1, 8, 8).double()
+
+    assert torch.equal(model.eval()(images), model(images))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        assert not torch.equal(model.train()(x), model(x))
-    assert not any(
-        isinstance(m, nn.Dropout) for m in make("simple_cnn", (1, 8, 8), dropout=0.0).modules()
-    )
+        assert not torch.equal(model.train()(images), model(images))
+    assert count_layers(without_dropout, nn.Dropout) == 0
 
 
 def test_alexnet_without_relu_is_linear_after_its_convolutions() -> None:
-    bends = [
-        sum(isinstance(m, nn.ReLU) for m in make("alexnet", (1, 16, 16), relu=r).modules())
-        for r in (True, False)
-    ]
-    assert bends == [7, 3]
+    assert count_layers(make("alexnet", (1, 16, 16), relu=True), nn.ReLU) == 7
+    assert count_layers(make("alexnet", (1, 16, 16), relu=False), nn.ReLU) == 3

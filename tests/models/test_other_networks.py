@@ -1,5 +1,5 @@
-"""Networks for series, tables and texts: sizes, padding, stacks by torch's quick rules, and what
-they refuse.
+"""Networks for series, tables and texts: sizes, padding, stacks by torch's fast rules, and data
+that they refuse.
 """
 
 from __future__ import annotations
@@ -20,38 +20,53 @@ from fedstill.engines.stack import use_stacked_layers
 from fedstill.engines.vectorised import stacking_obstacle
 from fedstill.models import contract
 from fedstill.models.layer_chain import plain_chain, with_widths
+from fedstill.models.network import Attention
 
-VOCABULARY, LENGTH = 20, 12
+VOCABULARY = 20
+LENGTH = 12
 BLOCK = 4 * 64 * 65 + 2 * 128 + 128 * 65 + 64 * 129
 """Parameters of a block of attention, 64 wide: four linear layers, two norms, two dense layers."""
 TEXTS = ["bag", "text_cnn", "tiny_transformer"]
 NUMBERS = {"series_cnn": (2, 16), "table_resnet": (6,), "ft_transformer": (6,), "sphere_mlp": (6,)}
-SMALL = {"tiny_transformer": {"width": 8, "heads": 2}, "ft_transformer": {"width": 8, "heads": 2}}
-SMALL |= {"bag": {"width": 8, "hidden": (6,)}, "text_cnn": {"width": 8}}
+SMALL: dict[str, dict[str, object]] = {
+    "tiny_transformer": {"width": 8, "heads": 2},
+    "ft_transformer": {"width": 8, "heads": 2},
+    "bag": {"width": 8, "hidden": (6,)},
+    "text_cnn": {"width": 8},
+}
+"""Fields of small networks."""
 
 
-def spec_of(name: str, **fields: object) -> ModelSpec:
-    own = SMALL.get(name, {}) | fields
+def small_spec(name: str) -> ModelSpec:
+    """A small network for three classes."""
+    fields = SMALL.get(name, {})
     if name in TEXTS:
-        return contract.spec_for(name, (LENGTH,), 3, own, VOCABULARY)
-    return contract.spec_for(name, NUMBERS[name], 3, own)
+        return contract.spec_for(name, (LENGTH,), 3, fields, VOCABULARY)
+    return contract.spec_for(name, NUMBERS[name], 3, fields)
 
 
-def wide(spec: ModelSpec) -> nn.Module:
+def build_in_float64(spec: ModelSpec) -> nn.Module:
     """A network of a spec in float64."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return contract.build(spec).double()
 
 
-def some(spec: ModelSpec, count: int = 5) -> Tensor:
-    """Inputs of a spec; of texts, of every length from none to all."""
-    draw = torch.Generator().manual_seed(1)
+def small_network(name: str) -> nn.Module:
+    """A small network in float64."""
+    return build_in_float64(small_spec(name))
+
+
+def random_inputs(name: str, count: int = 5) -> Tensor:
+    """Inputs of a small network; texts have all lengths from 0 to the largest."""
+    spec = small_spec(name)
+    generator = torch.Generator().manual_seed(1)
     if not spec.vocabulary:
-        return torch.randn(count, *spec.input_shape, generator=draw, dtype=torch.float64)
-    ids = torch.randint(1, VOCABULARY, (count, LENGTH), generator=draw)
-    ends = torch.linspace(0, LENGTH, count).long()
-    return ids * (torch.arange(LENGTH) < ends.unsqueeze(1))
+        return torch.randn(count, *spec.input_shape, generator=generator, dtype=torch.float64)
+    ids = torch.randint(1, VOCABULARY, (count, LENGTH), generator=generator)
+    lengths = torch.linspace(0, LENGTH, count).long()
+    is_word = torch.arange(LENGTH) < lengths.unsqueeze(1)
+    return ids * is_word
 
 
 @pytest.mark.parametrize(
@@ -78,21 +93,21 @@ def some(spec: ModelSpec, count: int = 5) -> Tensor:
         ("tiny_transformer", (64,), 257, {}, 257 * 64 + 64 * 64 + 2 * BLOCK + 128 + 3 * 65),
     ],
 )
-def test_parameters_are_as_many_as_said(
+def test_parameters_are_as_many_as_documented(
     name: str, shape: tuple[int, ...], vocabulary: int, fields: dict[str, object], count: int
 ) -> None:
-    model = contract.build(contract.spec_for(name, shape, 3, fields, vocabulary))
-    assert sum(p.numel() for p in model.parameters()) == count
-    assert (
-        contract.width(contract.spec_for(name, shape, 3, fields, vocabulary))
-        == model.get_submodule("head").in_features
-    )
+    spec = contract.spec_for(name, shape, 3, fields, vocabulary)
+
+    model = contract.build(spec)
+
+    assert sum(value.numel() for value in model.parameters()) == count
+    assert contract.width(spec) == model.get_submodule("head").in_features
 
 
 @pytest.fixture
 def _no_slow_rules() -> Iterator[None]:
-    """Where torch has no rule for a stack it runs client after client, and warns: here that is an
-    error.
+    """Where torch has no rule for a stack, it runs client after client with a warning, which is an
+    error in these tests.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*performance drop.*")
@@ -102,131 +117,147 @@ def _no_slow_rules() -> Iterator[None]:
 @pytest.mark.usefixtures("_no_slow_rules")
 @pytest.mark.parametrize("rules", ["torch's", "ours"])
 @pytest.mark.parametrize("name", [*TEXTS, *NUMBERS])
-def test_a_stack_is_its_clients_and_so_are_its_gradients(name: str, rules: str) -> None:
-    spec = spec_of(name)
-    assert not stacking_obstacle(spec, Plan())
-    models = [wide(spec) for _ in range(3)]
-    for k, m in enumerate(models):
-        for p in m.parameters():
-            p.data.mul_(1 + 0.3 * k)
+def test_a_stack_has_the_logits_and_gradients_of_its_clients(name: str, rules: str) -> None:
+    assert not stacking_obstacle(small_spec(name), Plan())
+    models = [small_network(name) for _ in range(3)]
+    for client, model in enumerate(models):
+        for value in model.parameters():
+            value.data.mul_(1 + 0.3 * client)
     params, _ = stack_module_state(models)
-    x = torch.stack([some(spec).roll(k, 0) for k in range(3)])
-    run = (
-        copy.deepcopy(models[0])
-        if rules == "torch's"
-        else use_stacked_layers(copy.deepcopy(models[0]))
-    )
-    alone = torch.stack([m(x[k]) for k, m in enumerate(models)])
-    together = vmap(lambda p, x: functional_call(run, p, (x,)))(params, x)
-    torch.testing.assert_close(together, alone, rtol=0, atol=NEAR)
-    own = dict(
-        zip(
-            params,
-            torch.autograd.grad(together.logsumexp(2).sum(), list(params.values())),
-            strict=True,
-        )
-    )
-    alone.logsumexp(2).sum().backward()
-    for k, m in enumerate(models):
-        for key, p in m.named_parameters():
-            assert p.grad is not None
-            torch.testing.assert_close(own[key][k], p.grad, rtol=0, atol=NEAR)
+    x = torch.stack([random_inputs(name).roll(client, 0) for client in range(3)])
+    stacked = copy.deepcopy(models[0])
+    if rules == "ours":
+        stacked = use_stacked_layers(stacked)
+
+    def client_logits(client_params: dict[str, Tensor], client_x: Tensor) -> Tensor:
+        return functional_call(stacked, client_params, (client_x,))
+
+    logits = vmap(client_logits)(params, x)
+    loss = logits.logsumexp(2).sum()
+    gradients = torch.autograd.grad(loss, list(params.values()))
+    gradient_by_name = dict(zip(params, gradients, strict=True))
+
+    for client, model in enumerate(models):
+        expected = model(x[client])
+        torch.testing.assert_close(logits[client], expected, rtol=0, atol=NEAR)
+        expected.logsumexp(1).sum().backward()
+        for entry, value in model.named_parameters():
+            assert value.grad is not None
+            gradient = gradient_by_name[entry][client]
+            torch.testing.assert_close(gradient, value.grad, rtol=0, atol=NEAR)
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_more_padding_changes_no_logit(name: str) -> None:
-    model, draw = wide(spec_of(name)).eval(), torch.Generator().manual_seed(2)
+    model = small_network(name).eval()
+    generator = torch.Generator().manual_seed(2)
     for length in range(1, LENGTH):
-        ids = torch.randint(1, VOCABULARY, (2, length), generator=draw)
-        for more in range(1, LENGTH - length + 1):
-            padded = nn.functional.pad(ids, (0, more))
-            torch.testing.assert_close(model(padded), model(ids), rtol=0, atol=NEAR)
+        ids = torch.randint(1, VOCABULARY, (2, length), generator=generator)
+        logits = model(ids)
+        for padding in range(1, LENGTH - length + 1):
+            padded = nn.functional.pad(ids, (0, padding))
+            torch.testing.assert_close(model(padded), logits, rtol=0, atol=NEAR)
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_text_of_padding_alone_has_finite_logits_and_gradients(name: str) -> None:
-    model = contract.build(spec_of(name))
-    x = contract.example(spec_of(name), 4)
-    out = model(x)
-    assert bool(out.isfinite().all())
-    assert torch.equal(
-        model.get_submodule("body")(x), torch.zeros(4, model.get_submodule("head").in_features)
-    ) or (
-        name == "bag"  # its hidden layers have biases
-    )
-    out.logsumexp(1).sum().backward()
-    assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in model.parameters())
+def test_a_text_without_words_has_finite_logits_and_gradients(name: str) -> None:
+    """Its features are zeros, but for the network ``bag``, whose hidden layers have biases."""
+    model = contract.build(small_spec(name))
+    empty_texts = contract.example(small_spec(name), 4)
+
+    logits = model(empty_texts)
+    logits.logsumexp(1).sum().backward()
+
+    assert bool(logits.isfinite().all())
+    if name != "bag":
+        assert not model.get_submodule("body")(empty_texts).any()
+    for value in model.parameters():
+        assert value.grad is None or bool(value.grad.isfinite().all())
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_the_order_of_words_counts_where_it_should(name: str) -> None:
-    model = wide(spec_of(name)).eval()
-    x = some(spec_of(name))[-1:]
-    same = torch.allclose(model(x), model(x.flip(1)), atol=1e-6)
-    assert same == (name == "bag")
+def test_the_order_of_words_counts_but_for_a_bag_of_words(name: str) -> None:
+    model = small_network(name).eval()
+    text = random_inputs(name)[-1:]
+
+    is_same = torch.allclose(model(text), model(text.flip(1)), atol=1e-6)
+
+    assert is_same == (name == "bag")
 
 
 @pytest.mark.parametrize("name", [*TEXTS, *NUMBERS])
 def test_every_part_learns_and_has_a_second_derivative(name: str) -> None:
-    """The measure ``landscape`` derives twice."""
-    model = wide(spec_of(name))
-    leaves = dict(model.named_parameters())
-    loss = model(some(spec_of(name))).logsumexp(1).sum()
-    grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
-    second = torch.autograd.grad(
-        sum(g.square().sum() for g in grads), list(leaves.values()), materialize_grads=True
-    )
-    for key, g, again in zip(leaves, grads, second, strict=True):
-        assert bool(again.isfinite().all()), key
-        if not key.endswith("keys.bias"):  # what all keys have in common changes no softmax
-            assert g.abs().sum() > 0, key
+    """The measure ``landscape`` derives twice. A common bias of all keys changes no softmax."""
+    model = small_network(name)
+    entries = dict(model.named_parameters())
+    params = list(entries.values())
+    loss = model(random_inputs(name)).logsumexp(1).sum()
+
+    gradients = torch.autograd.grad(loss, params, create_graph=True)
+    squared_norm = sum(gradient.square().sum() for gradient in gradients)
+    second_gradients = torch.autograd.grad(squared_norm, params, materialize_grads=True)
+
+    for entry, gradient, second in zip(entries, gradients, second_gradients, strict=True):
+        assert bool(second.isfinite().all()), entry
+        if not entry.endswith("keys.bias"):
+            assert gradient.abs().sum() > 0, entry
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_the_padding_row_stays_zero(name: str) -> None:
-    model = wide(spec_of(name))
-    (key,) = [k for k, _ in model.named_parameters() if k.endswith("tokens.weight")]
-    model(some(spec_of(name))).square().sum().backward()
-    weight = model.get_parameter(key)
+def test_the_embedding_of_padding_stays_zero(name: str) -> None:
+    model = small_network(name)
+    (entry,) = [entry for entry, _ in model.named_parameters() if entry.endswith("tokens.weight")]
+
+    model(random_inputs(name)).square().sum().backward()
+
+    weight = model.get_parameter(entry)
     assert weight.grad is not None
-    assert weight[0].abs().sum() == weight.grad[0].abs().sum() == 0
+    assert not weight[0].any()
+    assert not weight.grad[0].any()
 
 
 def test_attention_is_torchs() -> None:
     """Against ``scaled_dot_product_attention``, which has neither a rule for stacks nor a second
     derivative.
     """
-    from fedstill.models.network import Attention
-
-    draw = torch.Generator().manual_seed(4)
     layer = Attention(8, 2).double()
-    x = torch.randn(3, 5, 8, generator=draw, dtype=torch.float64)
-    there = torch.arange(5) < torch.tensor([[5], [3], [1]])
-    parts = (
-        part(x).view(3, 5, 2, 4).transpose(1, 2) for part in (layer.asked, layer.keys, layer.values)
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(3, 5, 8, generator=generator, dtype=torch.float64)
+    is_word = torch.arange(5) < torch.tensor([[5], [3], [1]])
+
+    def by_head(projected: Tensor) -> Tensor:
+        return projected.view(3, 5, 2, 4).transpose(1, 2)
+
+    mixed = nn.functional.scaled_dot_product_attention(
+        by_head(layer.asked(x)),
+        by_head(layer.keys(x)),
+        by_head(layer.values(x)),
+        attn_mask=is_word[:, None, None, :],
     )
-    mixed = nn.functional.scaled_dot_product_attention(*parts, attn_mask=there[:, None, None, :])
-    want = layer.out(mixed.transpose(1, 2).reshape(3, 5, 8))
-    torch.testing.assert_close(layer(x, there), want, rtol=0, atol=NEAR)
+    expected = layer.out(mixed.transpose(1, 2).reshape(3, 5, 8))
+    torch.testing.assert_close(layer(x, is_word), expected, rtol=0, atol=NEAR)
 
 
 def test_series_are_a_plain_chain_whose_layers_can_be_wider() -> None:
-    model = wide(spec_of("series_cnn"))
-    names = plain_chain(model)
-    assert names is not None
-    assert len(names) == 5
-    wider = with_widths(model, (5, 6, 7, 9)).double()
-    assert wider(some(spec_of("series_cnn"))).shape == (5, 3)
-    late = nn.Module()
-    late.body = nn.Sequential(
+    """No layer can be wider if units become channels."""
+    model = small_network("series_cnn")
+    reshaping = nn.Module()
+    reshaping.body = nn.Sequential(
         nn.Linear(6, 8), nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 3, 1), nn.Flatten()
     )
-    late.head = nn.Linear(12, 3)
-    assert plain_chain(late) is None, "units would become channels"
+    reshaping.head = nn.Linear(12, 3)
+
+    layers = plain_chain(model)
+    wider = with_widths(model, (5, 6, 7, 9)).double()
+
+    assert layers is not None
+    assert len(layers) == 5
+    assert wider(random_inputs("series_cnn")).shape == (5, 3)
+    assert plain_chain(reshaping) is None
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "vocabulary", "fields", "says"),
+    ("name", "shape", "vocabulary", "fields", "problem"),
     [
         ("series_cnn", (2, 7), 0, {}, "'mlp'"),
         ("series_cnn", (6,), 0, {}, "rows of numbers"),
@@ -238,13 +269,16 @@ def test_series_are_a_plain_chain_whose_layers_can_be_wider() -> None:
         ("cnn", (6,), 0, {}, "rows of numbers"),
     ],
 )
-def test_what_a_network_does_not_take_is_one_line(
-    name: str, shape: tuple[int, ...], vocabulary: int, fields: dict[str, object], says: str
+def test_data_that_a_network_does_not_take_are_refused_in_one_line(
+    name: str, shape: tuple[int, ...], vocabulary: int, fields: dict[str, object], problem: str
 ) -> None:
-    with pytest.raises(ConfigError) as raised:
-        contract.build(contract.spec_for(name, shape, 3, fields, vocabulary))
-    assert says in str(raised.value)
-    assert "\n" not in str(raised.value)
+    spec = contract.spec_for(name, shape, 3, fields, vocabulary)
+
+    with pytest.raises(ConfigError) as refusal:
+        contract.build(spec)
+
+    assert problem in str(refusal.value)
+    assert "\n" not in str(refusal.value)
 
 
 class Encoder(nn.Module):
@@ -265,16 +299,20 @@ class Encoder(nn.Module):
 def test_low_rank_updates_count_in_evaluation_as_in_training() -> None:
     spec = contract.spec_for("low_rank", (6,), 3, {"of": f"{__name__}:Encoder"})
     network = contract.build(spec)
-    plain = contract.build(spec)
-    plain.load_state_dict(network.state_dict())
+    without_updates = contract.build(spec)
+    without_updates.load_state_dict(network.state_dict())
     for name, entry in network.named_parameters():
         if name.endswith("lora_b"):
             nn.init.normal_(entry)
     x = torch.randn(5, 6)
-    trained = network.train()(x)
+
+    in_training = network.train()(x)
     with torch.inference_mode():
-        torch.testing.assert_close(network.eval()(x), trained, rtol=1e-4, atol=1e-5)
-        assert not torch.allclose(network(x), plain.eval()(x), atol=1e-2)
+        in_evaluation = network.eval()(x)
+        plain = without_updates.eval()(x)
+
+    torch.testing.assert_close(in_evaluation, in_training, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(in_evaluation, plain, atol=1e-2)
 
 
 @pytest.mark.parametrize("layers", [("body.1",), ("*.1",), ("body.1.",)])

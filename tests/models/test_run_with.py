@@ -1,5 +1,5 @@
-"""A module run with other tensors gives what torch's ``functional_call`` gives, and has its own
-again after.
+"""A module that is run with other tensors returns what torch's ``functional_call`` returns, and its
+own tensors are not changed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one = nn.Linear(8, 8, bias=False)
-        self.two = nn.Linear(8, 8, bias=False)
-        self.two.weight = self.one.weight
+        self.first = nn.Linear(8, 8, bias=False)
+        self.second = nn.Linear(8, 8, bias=False)
+        self.second.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.two(self.one(x).relu())
+        y: Tensor = self.second(self.first(x).relu())
         return y
 
 
@@ -58,89 +58,127 @@ MODULES = {
 }
 
 
-def others(m: nn.Module, factor: float = 1.5) -> dict[str, Tensor]:
-    """Other tensors for all names of a module; names that share one share the other."""
-    made: dict[Tensor, Tensor] = {}
-    state = {**dict(m.named_parameters(remove_duplicate=False)), **dict(m.named_buffers())}
-    for v in state.values():
-        if v not in made:
-            made[v] = (v.detach() * factor if v.is_floating_point() else v.clone()).requires_grad_(
-                v.requires_grad
-            )
-    return {k: made[v] for k, v in state.items()}
+def scaled(module: nn.Module, factor: float = 1.5) -> dict[str, Tensor]:
+    """Other tensors for all names of a module; names that share a tensor share the other."""
+    params = dict(module.named_parameters(remove_duplicate=False))
+    state = {**params, **dict(module.named_buffers())}
+    by_tensor: dict[Tensor, Tensor] = {}
+    for value in state.values():
+        other_value = value.detach().clone()
+        if value.is_floating_point():
+            other_value = other_value * factor
+        by_tensor.setdefault(value, other_value.requires_grad_(value.requires_grad))
+    return {name: by_tensor[value] for name, value in state.items()}
+
+
+def inputs() -> Tensor:
+    """Five examples."""
+    return torch.randn(5, 8)
 
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_it_is_torchs_functional_call(kind: str) -> None:
+    """In a second call too, which finds the places of tensors by those of the first."""
     torch.manual_seed(0)
-    m, x = MODULES[kind](), torch.randn(5, 8)
-    own = {k: v.clone() for k, v in m.state_dict().items()}
-    ours, theirs = others(m), others(m)
+    module = MODULES[kind]()
+    x = inputs()
+    original = {name: value.clone() for name, value in module.state_dict().items()}
+    tensors = scaled(module)
+    torch_tensors = scaled(module)
+
     for _ in range(2):
-        got, expected = run_with(m, ours, x), functional_call(m, theirs, (x,))
-        assert torch.equal(got, expected)
-    got.square().sum().backward()
+        output = run_with(module, tensors, x)
+        expected = functional_call(module, torch_tensors, (x,))
+        assert torch.equal(output, expected)
+    output.square().sum().backward()
     expected.square().sum().backward()
-    for name, v in ours.items():
-        assert torch.equal(v, theirs[name]), "buffers move alike"
-        assert v.grad is None or torch.equal(v.grad, theirs[name].grad)
-        assert (v.grad is None) == (theirs[name].grad is None)
-    assert all(torch.equal(v, own[k]) for k, v in m.state_dict().items())
+
+    for name, value in tensors.items():
+        gradient = value.grad
+        expected_gradient = torch_tensors[name].grad
+        assert torch.equal(value, torch_tensors[name]), "running statistics are the same"
+        assert (gradient is None) == (expected_gradient is None)
+        assert gradient is None or torch.equal(gradient, expected_gradient)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, original[name])
 
 
-def test_names_that_are_left_out_are_the_modules_own_and_one_that_it_lacks_is_torchs_to_judge() -> (
-    None
-):
-    m, x = MODULES["layers"](), torch.randn(5, 8)
-    some = {"0.weight": torch.zeros(6, 8)}
-    assert torch.equal(run_with(m, some, x), functional_call(m, some, (x,)))
-    more = {"0.nothing": torch.zeros(1)}
-    assert torch.equal(run_with(m, more, x), m(x))
-    assert not hasattr(m[0], "nothing")
+def test_missing_names_are_the_modules_own_and_unknown_names_have_no_effect() -> None:
+    module = MODULES["layers"]()
+    x = inputs()
+    weight_only = {"0.weight": torch.zeros(6, 8)}
+    unknown_only = {"0.nothing": torch.zeros(1)}
+
+    assert torch.equal(run_with(module, weight_only, x), functional_call(module, weight_only, (x,)))
+    assert torch.equal(run_with(module, unknown_only, x), module(x))
+    assert not hasattr(module[0], "nothing")
 
 
-def test_one_name_of_a_shared_tensor_stands_for_all() -> None:
-    m, x = Tied(), torch.randn(5, 8)
-    one = {"one.weight": torch.eye(8)}
-    assert torch.equal(run_with(m, one, x), x.relu())
+def test_one_name_of_a_shared_tensor_is_enough() -> None:
+    x = inputs()
+
+    assert torch.equal(run_with(Tied(), {"first.weight": torch.eye(8)}, x), x.relu())
 
 
-def test_a_part_that_has_become_another_is_found_again() -> None:
-    m, x = MODULES["layers"](), torch.randn(5, 8)
-    run_with(m, others(m), x)
-    m[2] = nn.Linear(6, 2, bias=False)
-    some = others(m)
-    assert torch.equal(run_with(m, some, x), functional_call(m, some, (x,)))
-    assert not torch.equal(run_with(m, some, x), m(x))
+def test_a_part_that_was_replaced_is_found_again() -> None:
+    module = MODULES["layers"]()
+    x = inputs()
+    run_with(module, scaled(module), x)
+
+    module[2] = nn.Linear(6, 2, bias=False)
+    tensors = scaled(module)
+
+    assert torch.equal(run_with(module, tensors, x), functional_call(module, tensors, (x,)))
+    assert not torch.equal(run_with(module, tensors, x), module(x))
 
 
-def test_a_module_that_nobody_has_any_more_is_not_kept() -> None:
-    m = MODULES["layers"]()
-    run_with(m, others(m), torch.randn(5, 8))
-    gone = ref(m)
-    del m
-    assert gone() is None
+def test_a_module_without_references_is_freed() -> None:
+    module = MODULES["layers"]()
+    run_with(module, scaled(module), inputs())
+    reference = ref(module)
+
+    del module
+
+    assert reference() is None
 
 
 def test_a_call_that_fails_leaves_the_module_as_it_was() -> None:
-    m = nn.Sequential(nn.Linear(8, 8), Failing(8, 8))
-    before = dict(m.named_parameters())
+    module = nn.Sequential(nn.Linear(8, 8), Failing(8, 8))
+    original = dict(module.named_parameters())
+
     with pytest.raises(ValueError, match="no"):
-        run_with(m, others(m), torch.randn(5, 8))
-    assert all(v is before[k] for k, v in m.named_parameters())
+        run_with(module, scaled(module), inputs())
+
+    for name, value in module.named_parameters():
+        assert value is original[name]
 
 
-def test_a_stack_of_tensors_and_threads() -> None:
-    m, x = MODULES["layers"](), torch.randn(3, 5, 8)
-    stack = {
-        k: torch.stack([v.detach() * f for f in (1.0, 2.0, 3.0)]) for k, v in m.named_parameters()
+def test_stacked_tensors_are_those_of_each_client() -> None:
+    module = MODULES["layers"]()
+    x = torch.randn(3, 5, 8)
+    stacked = {
+        name: torch.stack([value.detach(), 2 * value.detach(), 3 * value.detach()])
+        for name, value in module.named_parameters()
     }
-    together = vmap(lambda p, x: run_with(m, p, x))(stack, x)
-    for i in range(3):
-        alone = run_with(m, {k: v[i] for k, v in stack.items()}, x[i])
-        torch.testing.assert_close(together[i], alone)
-    with ThreadPoolExecutor(2) as pool:  # modules of their own, as the engines' threads have
-        each = list(
-            pool.map(lambda f: run_with(MODULES["layers"](), others(m, f), x[0]), [2.0] * 20)
-        )
-    assert all(torch.equal(y, each[0]) for y in each)
+
+    outputs = vmap(lambda tensors, client_x: run_with(module, tensors, client_x))(stacked, x)
+
+    for client in range(3):
+        tensors = {name: value[client] for name, value in stacked.items()}
+        torch.testing.assert_close(outputs[client], run_with(module, tensors, x[client]))
+
+
+def test_threads_run_modules_of_their_own_at_the_same_time() -> None:
+    """As the engines' threads do."""
+    module = MODULES["layers"]()
+    tensors = scaled(module, 2.0)
+    x = inputs()
+
+    def output(_: int) -> Tensor:
+        return run_with(MODULES["layers"](), tensors, x)
+
+    with ThreadPoolExecutor(2) as pool:
+        outputs = list(pool.map(output, range(20)))
+
+    expected = run_with(module, tensors, x)
+    assert all(torch.equal(value, expected) for value in outputs)

@@ -1,10 +1,11 @@
-"""Modules of others as networks with a body and a head: look-alikes of vision's and of language's;
-what is refused.
+"""Modules of other libraries as networks with a body and a head: imitations of modules for vision
+and language, and modules that are refused.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import toys
+from fedstill.config.experiment import load
 from fedstill.config.resolve import resolve
-from fedstill.core.errors import FedstillError, Interrupted
+from fedstill.core.errors import FedstillError
 from fedstill.core.records import ModelSpec, Plan, as_pairs
 from fedstill.engines.vectorised import stacking_obstacle
 from fedstill.flower.site_settings import code_in
@@ -23,7 +25,7 @@ from fedstill.models.building import from_pairs
 from fedstill.running.runner import resume, run
 from fedstill.running.same_run import code_digests
 from kinds import small_data
-from run_bits import StopAfter, assert_same_bits, bits
+from run_bits import assert_same_bits, bits, stopped
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 
@@ -54,7 +56,8 @@ class Configuration:
     """As a configuration of transformers."""
 
     def __init__(self, vocab_size: int = 100, hidden_size: int = 8) -> None:
-        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
 
 
 class Language(nn.Module):
@@ -69,8 +72,9 @@ class Language(nn.Module):
         self, ids: Tensor, attention_mask: Tensor | None = None
     ) -> OrderedDict[str, Tensor]:
         states = self.tokens(ids)
-        there = torch.ones_like(ids) if attention_mask is None else attention_mask
-        total = (states * there.unsqueeze(2)).sum(1)
+        if attention_mask is None:
+            attention_mask = torch.ones_like(ids)
+        total = (states * attention_mask.unsqueeze(2)).sum(1)
         return OrderedDict(last_hidden_state=states, pooler_output=self.pooler(total).tanh())
 
 
@@ -94,7 +98,9 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x)
-        return y if bool(y.sum() > 0) else 2 * y
+        if y.sum() > 0:
+            return y
+        return 2 * y
 
 
 CONFIG = {"of": f"{HERE}:Configuration", "vocab_size": 30, "hidden_size": 8}
@@ -104,83 +110,100 @@ TEXT = {"of": f"{HERE}:Language", "arguments": {"config": CONFIG}, "mask": True}
 def wrapping(
     shape: tuple[int, ...] = (1, 4, 4), vocabulary: int = 0, **fields: object
 ) -> ModelSpec:
+    """A wrapped module for four classes."""
     return contract.spec_for("wrapped", shape, 4, fields, vocabulary)
 
 
-def test_a_linear_layer_is_replaced_and_the_rest_is_the_body() -> None:
+def test_a_linear_layer_becomes_the_head_and_the_rest_is_the_body() -> None:
     spec = wrapping(of=f"{HERE}:Vision", arguments={"width": 6}, head="fc")
+    module = contract.module(spec)
     params = contract.initial(spec, 0)
-    assert {k for k in params if k.startswith("head.")} == {"head.weight", "head.bias"}
-    assert not [k for k in params if ".fc." in k]
-    assert params["head.weight"].shape == (4, 6)
     x = torch.randn(3, 1, 4, 4)
-    z = contract.features(contract.module(spec), params, x)
-    assert z.shape == (3, 6)
-    logits = contract.forward(contract.module(spec), params, x)
-    torch.testing.assert_close(logits, contract.head(contract.module(spec), params, z))
-    inner = Vision(6, 4)
-    own = {k.removeprefix("body.inner."): v for k, v in params.items() if k.startswith("body.")}
-    inner.load_state_dict(
-        {**own, "fc.weight": params["head.weight"], "fc.bias": params["head.bias"]}
-    )
-    torch.testing.assert_close(inner(x), logits)
+
+    features = contract.features(module, params, x)
+    logits = contract.forward(module, params, x)
+
+    assert {name for name in params if name.startswith("head.")} == {"head.weight", "head.bias"}
+    assert not [name for name in params if ".fc." in name]
+    assert params["head.weight"].shape == (4, 6)
+    assert features.shape == (3, 6)
+    torch.testing.assert_close(logits, contract.head(module, params, features))
+
+    state = {"fc.weight": params["head.weight"], "fc.bias": params["head.bias"]}
+    for name, value in params.items():
+        if name.startswith("body."):
+            state[name.removeprefix("body.inner.")] = value
+    original = Vision(6, 4)
+    original.load_state_dict(state)
+    torch.testing.assert_close(original(x), logits)
 
 
-def test_without_a_head_one_is_put_behind() -> None:
-    spec = wrapping(of=f"{HERE}:vision", arguments={"num_classes": 7})
-    assert contract.initial(spec, 0)["head.weight"].shape == (4, 7)
-    assert contract.initial(wrapping((6,), of=f"{HERE}:Recorded", output="embedding"), 0)[
-        "head.weight"
-    ].shape == (4, 5)
+def test_without_a_head_one_is_added_behind_the_module() -> None:
+    vision_spec = wrapping(of=f"{HERE}:vision", arguments={"num_classes": 7})
+    recorded_spec = wrapping((6,), of=f"{HERE}:Recorded", output="embedding")
+
+    assert contract.initial(vision_spec, 0)["head.weight"].shape == (4, 7)
+    assert contract.initial(recorded_spec, 0)["head.weight"].shape == (4, 5)
 
 
 @pytest.mark.parametrize("output", ["pooler_output", "mean"])
-def test_records_of_tokens_and_padding(output: str) -> None:
+def test_padding_does_not_change_the_logits_of_a_text(output: str) -> None:
     spec = wrapping((12,), 30, **TEXT, output=output)
-    params, m = contract.initial(spec, 0), contract.module(spec).eval()
-    short = torch.randint(1, 30, (3, 5))
-    x = nn.functional.pad(short, (0, 7))
-    torch.testing.assert_close(contract.forward(m, params, x), contract.forward(m, params, short))
-    assert bool(contract.forward(m, params, contract.example(spec, 2)).isfinite().all())
+    params = contract.initial(spec, 0)
+    module = contract.module(spec).eval()
+    texts = torch.randint(1, 30, (3, 5))
+    padded = nn.functional.pad(texts, (0, 7))
+
+    logits = contract.forward(module, params, texts)
+    logits_of_empty = contract.forward(module, params, contract.example(spec, 2))
+
+    torch.testing.assert_close(contract.forward(module, params, padded), logits)
+    assert bool(logits_of_empty.isfinite().all())
 
 
-def test_specs_are_hashable_and_tables_come_back() -> None:
-    one, two = (wrapping((12,), 30, **TEXT, output="mean") for _ in range(2))
-    assert hash(one) == hash(two)
-    said = {"a": {"b": [1, 2], "c": {}}, "d": "x"}
-    assert from_pairs(as_pairs(said)) == {"a": {"b": (1, 2), "c": ()}, "d": "x"}
-    assert len(one.label) < 150
+def test_equal_specs_have_one_hash_and_tables_can_be_restored() -> None:
+    first = wrapping((12,), 30, **TEXT, output="mean")
+    second = wrapping((12,), 30, **TEXT, output="mean")
+    table = {"a": {"b": [1, 2], "c": {}}, "d": "x"}
+
+    assert hash(first) == hash(second)
+    assert len(first.label) < 150
+    assert from_pairs(as_pairs(table)) == {"a": {"b": (1, 2), "c": ()}, "d": "x"}
+
+
+SERIES_LAYER = {
+    "of": "torch.nn:Conv1d",
+    "in_channels": 2,
+    "out_channels": 3,
+    "kernel_size": 3,
+}
+WRAPPED: dict[str, dict[str, object]] = {
+    "series": {"name": "wrapped", "of": f"{HERE}:Series", "arguments": {"layer": SERIES_LAYER}},
+    "text": {"name": "wrapped", **TEXT, "output": "mean"},
+}
+"""By kind of data, a network."""
 
 
 @pytest.mark.parametrize("kind", ["series", "text"])
 def test_it_trains_under_every_engine_and_resumes(kind: str, tmp_path: Path) -> None:
     data = small_data(kind)
-    network: dict[str, object] = {"name": "wrapped", **TEXT, "output": "mean"}
-    if kind == "series":
-        own = {"in_channels": 2, "out_channels": 3, "kernel_size": 3}
-        network = {
-            "name": "wrapped",
-            "of": f"{HERE}:Series",
-            "arguments": {"layer": {"of": "torch.nn:Conv1d", **own}},
-        }
-    changes = {
-        "model": network,
-        "topology": {"clients": 4},
-        "rounds": 2,
-        "plan": {"epochs": 1, "batch": 10, "lr": 0.1},
-    }
-    whole = run(toys.toy("moon", engine="pooled", **changes), tmp_path / "whole", data=data)
-    serial = run(toys.toy("moon", engine="serial", **changes), tmp_path / "serial", data=data)
-    assert all(torch.equal(v, serial.model[k]) for k, v in whole.model.items())
-    with pytest.raises(Interrupted):
-        run(
-            toys.toy("moon", engine="pooled", **changes),
-            tmp_path / "half",
-            data,
-            watch=StopAfter(1),
-        )
-    resume(tmp_path / "half", data)
-    assert_same_bits(bits(tmp_path / "half"), bits(tmp_path / "whole"))
+    pooled = toys.toy(
+        "moon",
+        engine="pooled",
+        model=WRAPPED[kind],
+        topology={"clients": 4},
+        rounds=2,
+        plan={"epochs": 1, "batch": 10, "lr": 0.1},
+    )
+
+    pooled_result = run(pooled, tmp_path / "pooled", data)
+    serial_result = run(replace(pooled, engine="serial"), tmp_path / "serial", data)
+    stopped(pooled, tmp_path / "stopped", 1, data)
+    resume(tmp_path / "stopped", data)
+
+    for name, value in pooled_result.model.items():
+        assert torch.equal(value, serial_result.model[name])
+    assert_same_bits(bits(tmp_path / "stopped"), bits(tmp_path / "pooled"))
 
 
 class Series(nn.Module):
@@ -195,43 +218,53 @@ class Series(nn.Module):
         return y
 
 
-def test_modules_that_cannot_be_stacked_are_told_beforehand() -> None:
-    assert not stacking_obstacle(wrapping((12,), 30, **TEXT, output="mean"), Plan())
-    why = stacking_obstacle(wrapping((6,), of=f"{HERE}:Branching"), Plan())
-    assert "under torch.func.vmap, or not at all" in why
-    assert "\n" not in why
+def test_modules_that_cannot_be_stacked_are_found_before_training() -> None:
+    text_spec = wrapping((12,), 30, **TEXT, output="mean")
+    branching_spec = wrapping((6,), of=f"{HERE}:Branching")
+
+    obstacle = stacking_obstacle(branching_spec, Plan())
+
+    assert not stacking_obstacle(text_spec, Plan())
+    assert "under torch.func.vmap, or not at all" in obstacle
+    assert "\n" not in obstacle
 
 
-def test_code_is_listed_wherever_it_stands() -> None:
-    tree = {
-        "model": {
-            "name": "wrapped",
-            "of": "a.b:Net",
-            "arguments": {"config": {"of": "c.d:Conf", "n": 3}},
-        }
-    }
-    assert code_in(tree) == ["a.b:Net", "c.d:Conf"]
-    clients = {"clients": {"models": [{"name": "wrapped", "of": "nets.py:Net"}]}}
-    assert code_in({"model": "mlp", **clients}) == ["nets.py:Net"]
+def test_code_is_listed_from_all_tables() -> None:
+    arguments = {"config": {"of": "c.d:Conf", "n": 3}}
+    model = {"name": "wrapped", "of": "a.b:Net", "arguments": arguments}
+    clients = {"models": [{"name": "wrapped", "of": "nets.py:Net"}]}
+
+    assert code_in({"model": model}) == ["a.b:Net", "c.d:Conf"]
+    assert code_in({"model": "mlp", "clients": clients}) == ["nets.py:Net"]
 
 
-def test_a_file_is_found_beside_the_config_and_its_sum_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "from torch import nn\n\ndef net(size: int = 3):\n    return nn.Sequential(nn.Flatten(), "
-        "nn.Linear(16, size))\n"
-    )
-    (tmp_path / "own.toml").write_text(
-        "rounds = 1\n[model]\nname = 'wrapped'\nof = 'own.py:net'\nhead = '1'\n"
-    )
-    from fedstill.config.experiment import load
+NETWORK_FILE = """
+from torch import nn
+
+def net(size: int = 3):
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, size))
+"""
+CONFIG_FILE = """
+rounds = 1
+[model]
+name = 'wrapped'
+of = 'own.py:net'
+head = '1'
+"""
+
+
+def test_a_file_is_found_beside_the_config_and_its_digest_is_stored(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(NETWORK_FILE)
+    (tmp_path / "own.toml").write_text(CONFIG_FILE)
 
     settings = resolve(load(tmp_path / "own.toml"))
+
     assert settings.named.model.values["of"] == f"{tmp_path / 'own.py'}:net"
     assert list(code_digests(settings)) == [str(tmp_path / "own.py")]
 
 
 @pytest.mark.parametrize(
-    ("shape", "vocabulary", "fields", "says"),
+    ("shape", "vocabulary", "fields", "problem"),
     [
         (
             (1, 4, 4),
@@ -293,10 +326,11 @@ def test_a_file_is_found_beside_the_config_and_its_sum_is_kept(tmp_path: Path) -
         ),
     ],
 )
-def test_what_cannot_be_wrapped_is_one_line(
-    shape: tuple[int, ...], vocabulary: int, fields: dict[str, object], says: str
+def test_modules_that_cannot_be_wrapped_are_refused_in_one_line(
+    shape: tuple[int, ...], vocabulary: int, fields: dict[str, object], problem: str
 ) -> None:
-    with pytest.raises(FedstillError) as raised:
+    with pytest.raises(FedstillError) as refusal:
         contract.build(wrapping(shape, vocabulary, **fields))
-    assert says in str(raised.value)
-    assert "\n" not in str(raised.value)
+
+    assert problem in str(refusal.value)
+    assert "\n" not in str(refusal.value)
