@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -357,9 +358,15 @@ def test_a_hospital_leaves_as_the_tutorial_says(
 
 
 @pytest.mark.uses("unlearning")
-def test_a_backdoor_is_planted_as_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
-    execute("unlearning.md", {})
-    assert capsys.readouterr().out == "[0]\n"
+def test_a_backdoor_is_planted_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    execute("unlearning.md", names, smaller=("rounds=10", "rounds=2"))
+    planted_labels = names["planted"].train.labels[:100]
+    assert set(planted_labels.tolist()) == {0}
+    assert set(names["result"].certificate["measurements"]["backdoor"]) == {"original", "unlearned"}
 
 
 @pytest.mark.filterwarnings("ignore")

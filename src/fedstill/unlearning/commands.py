@@ -97,7 +97,7 @@ class StrategyChoice:
         Parameter(
             name="--strategy",
             help="How the model forgets: retraining (exact), federaser, gradient_ascent, "
-            "subtraction, sifu (certified), or fine_tuning (the baseline).",
+            "subtraction, sifu (with a bound), or fine_tuning (the baseline).",
         ),
     ] = "retraining"
     set_: Annotated[

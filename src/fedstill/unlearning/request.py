@@ -138,7 +138,7 @@ STRATEGIES = {
         Part(
             "sifu",
             "Go back to a round that the client had hardly influenced, add noise, and train on "
-            "without it; certified.",
+            "without it; with a bound.",
             "fedstill.unlearning.sifu:Sifu",
         ),
     )

@@ -69,9 +69,9 @@ class Sifu(Strategy):
     """Go back to a round that the client had hardly influenced, add noise, and train on."""
 
     epsilon: Positive = 10.0
-    """The budget epsilon of the certified bound."""
+    """The budget epsilon of the bound."""
     delta: Probability = 0.01
-    """The probability delta of the certified bound."""
+    """The probability delta of the bound."""
     sigma: Positive = 0.05
     """The standard deviation of the noise."""
     growth: AtLeastOne = 1.0
