@@ -4,13 +4,14 @@ agrees.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import stacking
 import torch
+from torch import Tensor
 
 import toys
 from double import in_double
@@ -42,17 +43,18 @@ METHODS: dict[str, dict[str, Any]] = {
 STREAM = {"kind": "classes", "tasks": 3, "head": "task", "join": 0.6, "lag": 1}
 
 
-def experiment(which: str, **changes: Any) -> Experiment:
-    values: dict[str, Any] = {
-        "rounds": 6,
-        "partition": {"kind": "iid"},
-        "stream": STREAM,
-        "plan": {"epochs": 1, "batch": 10, "lr": 0.05},
-        "topology": {"clients": 6, "sampled": 4},
-        "clients": toys.TOLERANT,
-        "engine": "serial",
-    }
-    return toys.toy(METHODS[which], **{**values, **changes})
+def experiment(label: str, engine: str) -> Experiment:
+    """Six rounds over three tasks, with clients that join late."""
+    return toys.toy(
+        METHODS[label],
+        engine=engine,
+        rounds=6,
+        partition={"kind": "iid"},
+        stream=STREAM,
+        plan={"epochs": 1, "batch": 10, "lr": 0.05},
+        topology={"clients": 6, "sampled": 4},
+        clients=toys.TOLERANT,
+    )
 
 
 def data() -> Dataset:
@@ -60,53 +62,75 @@ def data() -> Dataset:
     return toys.blobs(size=150)
 
 
+@dataclass(frozen=True)
+class FinishedRun:
+    """An uninterrupted run of a method by the serial engine."""
+
+    label: str
+    folder: Path
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Its journal."""
+        return read_journal(self.folder / "journal.jsonl")
+
+
 @pytest.fixture(scope="module", params=METHODS)
-def whole(
+def finished(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path]:
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    run(experiment(request.param), folder, data())
-    return request.param, folder
+) -> FinishedRun:
+    """A run of each method."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    run(experiment(request.param, "serial"), folder, data())
+    return FinishedRun(request.param, folder)
 
 
-def test_it_goes_through_its_tasks_and_refuses_nothing(whole: tuple[str, Path]) -> None:
-    events = read_journal(whole[1] / "journal.jsonl")
-    assert [e["task"] for e in events if e["event"] == "task"] == [0, 1, 2, 3]
-    assert not [e for e in events if "refused" in e and e["event"] == "client"]
+def test_it_goes_through_its_tasks_and_refuses_nothing(finished: FinishedRun) -> None:
+    events = finished.events
+
+    assert [event["task"] for event in events if event["event"] == "task"] == [0, 1, 2, 3]
+    assert not [event for event in events if event["event"] == "client" and "refused" in event]
 
 
-def test_it_is_resumed_after_every_stage(whole: tuple[str, Path], tmp_path: Path) -> None:
-    which, folder = whole
-    other = stopped(experiment(which), tmp_path / "run", 1, data())
+def test_it_is_resumed_after_every_stage(finished: FinishedRun, tmp_path: Path) -> None:
+    """With the bits of the uninterrupted run."""
+    folder = stopped(experiment(finished.label, "serial"), tmp_path / "run", 1, data())
     while True:
         try:
-            resume(other, data(), watch=StopAfter(1))
+            resume(folder, data(), watch=StopAfter(1))
             break
         except Interrupted:
             pass
-    assert_same_bits(bits(other), bits(folder))
+
+    assert_same_bits(bits(folder), bits(finished.folder))
 
 
 @pytest.mark.parametrize("engine", ["pooled", pytest.param("flower", marks=needs_flower)])
 def test_other_engines_give_the_same_bits(
-    whole: tuple[str, Path], engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: FinishedRun, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    which, folder = whole
     monkeypatch.setenv("FEDSTILL_WORKERS", "2")
-    run(replace(experiment(which), engine=engine), tmp_path / "run", data())
-    assert (tmp_path / "run/model.safetensors").read_bytes() == (
-        folder / "model.safetensors"
-    ).read_bytes()
-    ours, theirs = (
-        without_times(read_journal(f / "journal.jsonl")) for f in (tmp_path / "run", folder)
-    )
-    assert ours == theirs
+    folder = tmp_path / "run"
+
+    run(experiment(finished.label, engine), folder, data())
+
+    model = (folder / "model.safetensors").read_bytes()
+    assert model == (finished.folder / "model.safetensors").read_bytes()
+    events = read_journal(folder / "journal.jsonl")
+    assert without_times(events) == without_times(finished.events)
 
 
-@pytest.mark.parametrize("which", METHODS)
-def test_a_stack_of_clients_gives_the_same_up_to_rounding(which: str) -> None:
-    runs = [prepare(resolve(experiment(which, engine=e)), data()) for e in ("serial", "vectorised")]
-    alone, together = (stacking.tensors(stacking.rounds(in_double(r), 6)[0]) for r in runs)
-    assert list(alone) == list(together)
-    for name, value in alone.items():
-        torch.testing.assert_close(together[name], value, rtol=0, atol=1e-7)
+def final_tensors(label: str, engine: str) -> dict[str, Tensor]:
+    """Everything in the state after the last round, in float64."""
+    ready = in_double(prepare(resolve(experiment(label, engine)), data()))
+    return stacking.tensors(stacking.rounds(ready, 6).state)
+
+
+@pytest.mark.parametrize("label", METHODS)
+def test_a_stack_of_clients_gives_the_same_up_to_rounding(label: str) -> None:
+    serial = final_tensors(label, "serial")
+    stacked = final_tensors(label, "vectorised")
+
+    assert list(serial) == list(stacked)
+    for name, value in serial.items():
+        torch.testing.assert_close(stacked[name], value, rtol=0, atol=1e-7)
