@@ -4,18 +4,22 @@ regression on all data.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from over_tasks import THREE_TASKS, experiment_over_tasks, run_over_tasks
+from plain import assert_same_model
+from torch import Tensor
 
 import toys
-from double import in_double
+from double import NEAR
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import IncompatibleMethod
-from fedstill.core.records import State
+from fedstill.core.trees import only
 from fedstill.methods import ridge
 from fedstill.methods.analytic import without_negative
 from fedstill.models import contract
@@ -23,161 +27,176 @@ from fedstill.models.adapted import random_directions
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
-from loops import context_of, states_after
 
-STREAM = {"kind": "classes", "tasks": 3}
+RIDGE = 3.0
+ANALYTIC = {"name": "analytic", "width": 24, "ridge": RIDGE}
+SIX_CLIENTS = {"topology": {"clients": 6}}
 UNTRAINED = {"plan": {"epochs": 0}}
 
-
-def gone_through(method: Any, **more: Any) -> tuple[Prepared, list[State]]:
-    """A run of three tasks in float64: the state after each round."""
-    values = {"partition": {"kind": "iid"}, "stream": STREAM, "topology": {"clients": 6}, **more}
-    ready = in_double(prepare(resolve(toys.toy(method, engine="serial", **values)), toys.blobs()))
-    return ready, states_after(context_of(ready), ready.world.rounds)[1:]
+HEAD = ("head.weight", "head.bias")
 
 
-def central(ready: Prepared, state: State, width: int, ridge: float) -> tuple[Any, Any]:
-    """The layer (C, M) and its bias (C,) of all training data at once, by the normal equations of
-    centred features.
-    """
-    body = {
-        k.replace("body.0.", "body.", 1) if width else k: v
-        for k, v in state.params.items()
-        if "body" in k
-    }
-    spec, train = ready.world.model(0), ready.sites.train
-    net = contract.build(spec).double()
-    net.load_state_dict({**net.state_dict(), **body})
-    x = ready.sites.inputs.plain(train.values)
-    h = net.get_submodule("body")(x).detach().numpy()
-    e = np.maximum(h @ random_directions(h.shape[1], width).double().numpy(), 0) if width else h
-    y = np.eye(toys.CLASSES)[train.labels.numpy()]
-    centred = e - e.mean(0)
-    weight = np.linalg.solve(
-        centred.T @ centred + ridge * np.eye(e.shape[1]), centred.T @ (y - y.mean(0))
-    )
-    return weight.T, y.mean(0) - e.mean(0) @ weight
+def expanded_features(ready: Prepared, params: Mapping[str, Tensor], width: int) -> np.ndarray:
+    """The random features of all training data; with width 0, the body's features."""
+    body = {name: value for name, value in params.items() if "body" in name}
+    if width:  # the library's network has a layer of random features after its body
+        body = {name.replace("body.0.", "body.", 1): value for name, value in body.items()}
+    network = contract.build(ready.world.model(0)).double()
+    network.load_state_dict({**network.state_dict(), **body})
+    inputs = ready.sites.inputs.plain(ready.sites.train.values)
+    features = network.get_submodule("body")(inputs).detach().numpy()
+    if not width:
+        return features
+    directions = random_directions(features.shape[1], width).double().numpy()
+    return np.maximum(features @ directions, 0)
+
+
+def ridge_head(features: np.ndarray, labels: Tensor) -> dict[str, Tensor]:
+    """The layer and its bias by the normal equations of centred features."""
+    targets = np.eye(toys.CLASSES)[labels.numpy()]
+    centred = features - features.mean(0)
+    gram = centred.T @ centred + RIDGE * np.eye(features.shape[1])
+    weight = np.linalg.solve(gram, centred.T @ (targets - targets.mean(0)))
+    bias = targets.mean(0) - features.mean(0) @ weight
+    return {"head.weight": torch.from_numpy(weight.T), "head.bias": torch.from_numpy(bias)}
 
 
 @pytest.mark.parametrize("width", [0, 24])
 def test_the_layer_after_all_tasks_is_that_of_all_data_at_once(width: int) -> None:
-    ready, after = gone_through({"name": "analytic", "width": width, "ridge": 3.0, "cosine": False})
-    weight, bias = central(ready, after[-1], width, 3.0)
-    np.testing.assert_allclose(after[-1].params["head.weight"].numpy(), weight, atol=1e-9)
-    np.testing.assert_allclose(after[-1].params["head.bias"].numpy(), bias, atol=1e-9)
+    method = {**ANALYTIC, "width": width, "cosine": False}
+
+    ours = run_over_tasks(method, **SIX_CLIENTS)
+
+    features = expanded_features(ours.ready, ours.final.params, width)
+    expected = ridge_head(features, ours.ready.sites.train.labels)
+    assert_same_model(only(ours.final.params, HEAD), expected)
 
 
 @pytest.mark.parametrize(
-    "other",
+    "changes",
     [
         {"partition": {"kind": "dirichlet", "alpha": 0.5, "min_size": 1}},
         {"topology": {"clients": 3}},
-        {"stream": {**STREAM, "order": [[4, 2], [1], [3, 0]]}},
-        {"stream": {**STREAM, "past": "kept"}},
+        {"stream": {**THREE_TASKS, "order": [[4, 2], [1], [3, 0]]}},
+        {"stream": {**THREE_TASKS, "past": "kept"}},
         {"topology": {"kind": "sequential", "clients": 6}},
     ],
     ids=["split", "clients", "order", "kept", "chain"],
 )
-def test_neither_split_nor_order_of_tasks_or_clients_changes_it(other: dict[str, Any]) -> None:
+def test_neither_split_nor_order_of_tasks_or_clients_changes_it(changes: dict[str, Any]) -> None:
     """Of an untrained body, which is the same in all."""
-    method = {"name": "analytic", "width": 24, "ridge": 3.0}
-    (_, one), (_, two) = (
-        gone_through(method, **UNTRAINED),
-        gone_through(method, **UNTRAINED, **other),
-    )
-    for name, value in one[-1].params.items():
-        torch.testing.assert_close(two[-1].params[name], value, rtol=0, atol=1e-9)
+    expected = run_over_tasks(ANALYTIC, **SIX_CLIENTS, **UNTRAINED).final
+
+    ours = run_over_tasks(ANALYTIC, **{**SIX_CLIENTS, **UNTRAINED, **changes}).final
+
+    assert_same_model(ours.params, expected.params)
 
 
 def test_without_random_features_and_training_it_is_afl() -> None:
-    (_, afl) = gone_through({"name": "afl", "ridge": 3.0})
-    (_, ours) = gone_through(
-        {"name": "analytic", "width": 0, "ridge": 3.0, "cosine": False}, **UNTRAINED
-    )
-    for name, value in afl[-1].params.items():
-        torch.testing.assert_close(ours[-1].params[name], value, rtol=0, atol=1e-9)
+    afl = run_over_tasks({"name": "afl", "ridge": RIDGE}, **SIX_CLIENTS)
+    without_features = {**ANALYTIC, "width": 0, "cosine": False}
+
+    ours = run_over_tasks(without_features, **SIX_CLIENTS, **UNTRAINED)
+
+    assert_same_model(only(ours.final.params, afl.final.params), afl.final.params)
 
 
 def test_by_the_cosine_each_class_has_a_column_of_length_one() -> None:
-    method = {"name": "analytic", "width": 24, "ridge": 3.0}
-    (_, plain), (_, cosine) = (gone_through({**method, "cosine": c}) for c in (False, True))
-    both = [
-        np.column_stack([s[-1].params["head.weight"], s[-1].params["head.bias"]])
-        for s in (plain, cosine)
-    ]
-    np.testing.assert_allclose(
-        both[1], both[0] / np.linalg.norm(both[0], axis=1, keepdims=True), atol=1e-9
-    )
+    """The column and its bias."""
+
+    def columns(cosine: bool) -> Tensor:
+        params = run_over_tasks({**ANALYTIC, "cosine": cosine}, **SIX_CLIENTS).final.params
+        return torch.cat([params["head.weight"], params["head.bias"].unsqueeze(1)], 1)
+
+    plain_columns = columns(cosine=False)
+    expected = plain_columns / plain_columns.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(columns(cosine=True), expected, rtol=1e-7, atol=NEAR)
 
 
 def test_the_network_is_trained_in_the_first_task_and_then_frozen(tmp_path: Path) -> None:
-    _, after = gone_through("analytic")
-    _, fedavg = gone_through("fedavg")
-    for name, value in fedavg[0].params.items():
+    """Clients are idle in the later tasks' training."""
+    ours = run_over_tasks("analytic", **SIX_CLIENTS)
+    fedavg = run_over_tasks("fedavg", **SIX_CLIENTS)
+    for name, value in fedavg.states[0].params.items():
         if name.startswith("body."):
-            assert torch.equal(after[0].params[name.replace("body.", "body.0.", 1)], value)
-            assert torch.equal(after[-1].params[name.replace("body.", "body.0.", 1)], value)
-    method = {"name": "analytic", "width": 24}
-    run(toys.toy(method, partition={"kind": "iid"}, stream=STREAM), tmp_path / "run", toys.blobs())
-    events = [
-        e
-        for e in read_journal(tmp_path / "run/journal.jsonl")
-        if e.get("name") == "train" and "client" in e
-    ]
-    assert {e["round"] for e in events if "idle" in e} == {2, 3}
-    assert all("idle" in e for e in events if e["round"] > 1)
+            our_name = name.replace("body.", "body.0.", 1)
+            assert torch.equal(ours.states[0].params[our_name], value)
+            assert torch.equal(ours.final.params[our_name], value)
+
+    run(experiment_over_tasks({"name": "analytic", "width": 24}), tmp_path / "run", toys.blobs())
+    for event in read_journal(tmp_path / "run/journal.jsonl"):
+        if event["event"] == "client" and event["name"] == "train":
+            assert ("idle" in event) == (event["round"] > 1)
 
 
 def test_classes_that_have_not_come_have_no_column() -> None:
-    ready, after = gone_through({"name": "analytic", "width": 24})
-    unseen = sorted(set(range(toys.CLASSES)) - set(ready.world.stream.seen(0)))
-    assert (after[0].params["head.weight"][unseen] == 0).all()
-    assert not (after[-1].params["head.weight"] == 0).all(1).any()
+    ours = run_over_tasks({"name": "analytic", "width": 24}, **SIX_CLIENTS)
+
+    to_come = sorted(set(range(toys.CLASSES)) - set(ours.ready.world.stream.seen(0)))
+    assert to_come
+    assert not ours.states[0].params["head.weight"][to_come].any()
+    assert (ours.final.params["head.weight"] != 0).any(1).all()
 
 
 def test_a_network_without_a_linear_head_is_refused() -> None:
+    experiment = experiment_over_tasks("analytic", model=toys.on_simplex())
     with pytest.raises(IncompatibleMethod, match="linear layer"):
-        prepare(resolve(toys.toy("analytic", model=toys.on_simplex(), stream=STREAM)), toys.blobs())
+        prepare(resolve(experiment), toys.blobs())
+
+
+# Groups of examples, whose sums hide single ones.
 
 
 def test_groups_of_one_give_the_exact_layer_and_few_groups_one_that_is_near_on_average() -> None:
-    alike = {"width": 6, "ridge": 3.0, "cosine": False}
-    exact = gone_through({"name": "analytic", **alike})[1][-1]
-    ones = gone_through({"name": "analytic", "groups": 60, **alike})[1][-1]
-    for name, value in exact.params.items():
-        torch.testing.assert_close(ones.params[name], value, rtol=0, atol=1e-9)
-    torch.testing.assert_close(
-        ones.extra.tensor("gram"), exact.extra.tensor("gram"), rtol=1e-10, atol=1e-9
-    )
-    torch.testing.assert_close(
-        ones.extra.tensor("cross"), exact.extra.tensor("cross"), rtol=1e-10, atol=1e-9
-    )
+    method = {"name": "analytic", "width": 6, "ridge": RIDGE, "cosine": False}
+
+    exact = run_over_tasks(method, **SIX_CLIENTS).final
+    of_ones = run_over_tasks({**method, "groups": 60}, **SIX_CLIENTS).final
+
+    assert_same_model(of_ones.params, exact.params)
+    for group in ("gram", "cross"):
+        torch.testing.assert_close(
+            of_ones.extra.tensor(group), exact.extra.tensor(group), rtol=1e-10, atol=NEAR
+        )
 
 
 def test_the_estimate_is_right_on_average_over_random_groups() -> None:
+    """Within four standard errors."""
     draw = torch.Generator().manual_seed(0)
-    h, labels = torch.randn(12, 3, generator=draw, dtype=torch.float64) + 1, torch.arange(12) % 2
-    want, tries = ridge.feature_sums(h, labels, 2).tensor("gram"), 4000
-    groups = [torch.randperm(12, generator=draw) % 4 for _ in range(tries)]
-    each = torch.stack(
-        [ridge.estimated_gram(*ridge.group_sums(h, labels, 2, g, 4).values()) for g in groups]
-    )
-    wrong = (each.mean(0) - want).abs() / (each.std(0) / tries**0.5).clamp(min=1e-9)
-    assert float(wrong.max()) < 4, "within four standard errors"
+    features = torch.randn(12, 3, generator=draw, dtype=torch.float64) + 1
+    labels = torch.arange(12) % 2
+    expected = ridge.feature_sums(features, labels, 2).tensor("gram")
+
+    estimates = []
+    for _ in range(4000):
+        groups = torch.randperm(12, generator=draw) % 4
+        sums = ridge.group_sums(features, labels, 2, groups, 4)
+        estimates.append(ridge.estimated_gram(*sums.values()))
+
+    values = torch.stack(estimates)
+    standard_error = (values.std(0) / len(values) ** 0.5).clamp(min=1e-9)
+    errors = (values.mean(0) - expected).abs() / standard_error
+    assert float(errors.max()) < 4
 
 
 def test_groups_are_counted_once_and_need_tasks_of_their_own() -> None:
-    late = {"stream": {**STREAM, "lag": 2}}
-    a, b = (
-        gone_through({"name": "analytic", "groups": g, "width": 0}, **late)[1][-1] for g in (0, 200)
-    )
-    torch.testing.assert_close(
-        b.extra.tensor("cross"), a.extra.tensor("cross"), rtol=1e-10, atol=1e-9
-    )
+    """Also where clients come to a task late."""
+    late = {**SIX_CLIENTS, "stream": {**THREE_TASKS, "lag": 2}}
+    method = {"name": "analytic", "width": 0}
+
+    without = run_over_tasks({**method, "groups": 0}, **late).final.extra
+    in_groups = run_over_tasks({**method, "groups": 200}, **late).final.extra
+
+    cross = in_groups.tensor("cross")
+    torch.testing.assert_close(cross, without.tensor("cross"), rtol=1e-10, atol=NEAR)
+    with_past = {**SIX_CLIENTS, "stream": {**THREE_TASKS, "past": "kept"}}
     with pytest.raises(IncompatibleMethod, match="each example once"):
-        gone_through({"name": "analytic", "groups": 5}, stream={**STREAM, "past": "kept"})
+        run_over_tasks({"name": "analytic", "groups": 5}, **with_past)
 
 
 def test_an_estimate_with_negative_eigenvalues_is_cut() -> None:
-    cut = without_negative(torch.tensor([[1.0, 2.0], [2.0, 1.0]], dtype=torch.float64))
-    torch.testing.assert_close(cut, torch.full((2, 2), 1.5, dtype=torch.float64))
+    """Its eigenvalues are 3 and -1."""
+    estimate = torch.tensor([[1.0, 2.0], [2.0, 1.0]], dtype=torch.float64)
+
+    expected = torch.full((2, 2), 1.5, dtype=torch.float64)
+    torch.testing.assert_close(without_negative(estimate), expected)

@@ -1,15 +1,14 @@
-"""Chains with other stages around their links, a census or a first fit: what a method takes of
-whom.
+"""Chains with other stages around their links, a census or a first fit: what a method sends to its
+clients.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import toys
 from fedstill.config.resolve import resolve
@@ -17,73 +16,94 @@ from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.label_counts import gini_index, proportions
 from fedstill.core.records import Payload, Stage, State, World
 from fedstill.methods.sfedkd import discrepancy_weights
-from fedstill.running.preparation import prepare
+from fedstill.running.preparation import Prepared, prepare
 from loops import context_of, states_after
 
 TASKS = {"kind": "classes", "tasks": 2, "order": [[0, 1, 4], [2, 3]], "compose": "clients_first"}
-SKEWED = {"kind": "dirichlet", "alpha": 0.15, "min_size": 2}
-MIXED = {"kind": "dirichlet", "alpha": 0.6, "min_size": 2}
+VERY_SKEWED = {"kind": "dirichlet", "alpha": 0.15, "min_size": 2}
+SKEWED = {"kind": "dirichlet", "alpha": 0.6, "min_size": 2}
 PLAN = {"epochs": 1, "batch": 50, "lr": 0.01}
+CHAIN = {"kind": "sequential", "clients": 6, "sampled": 3}
+SFEDKD = {"name": "sfedkd", "k": 2}
 
-Sent = tuple[Stage, int, Payload, State]
-
-
-def sent(
-    method: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **changes: Any
-) -> tuple[list[Sent], Any]:
-    """What each client of a run was sent in the stage ``train``, with the state it was made of; and
-    the run.
-    """
-    values = {"plan": PLAN, "partition": SKEWED, "rounds": 4, **changes}
-    ready = prepare(resolve(toys.toy(method, **values)), toys.blobs())
-    world, engine = ready.world, ready.engine()
-    kind, all_of = type(ready.settings.method), list[Sent]()
-    original = kind.payload_for_client
-
-    def down(self: Any, state: State, client: int, stage: Stage, world: World) -> Payload | None:
-        given = original(self, state, client, stage, world)
-        if stage.name == "train" and given is not None:
-            all_of.append((stage, client, given, state))
-        return given
-
-    monkeypatch.setattr(kind, "payload_for_client", down)
-    states_after(context_of(ready, engine), world.rounds)
-    engine.close()
-    return all_of, ready
+STAGES_BEFORE = pytest.mark.parametrize("first", ["", "fit"])
 
 
-@pytest.mark.parametrize("first", ["", "fit"])
+@dataclass(frozen=True)
+class Delivery:
+    """What a client was sent in the stage ``train``."""
+
+    stage: Stage
+    client: int
+    payload: Payload
+    state: State
+    """The server's, from which the payload was made."""
+
+
+class WatchedRun:
+    """A run of four rounds, and everything that its clients were sent in the stage ``train``."""
+
+    def __init__(
+        self, method: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **changes: Any
+    ) -> None:
+        values = {"plan": PLAN, "partition": VERY_SKEWED, "rounds": 4, **changes}
+        self.ready: Prepared = prepare(resolve(toys.toy(method, **values)), toys.blobs())
+        self.deliveries: list[Delivery] = []
+        cls = type(self.ready.settings.method)
+        original = cls.payload_for_client
+
+        def record_payload(
+            method: Any, state: State, client: int, stage: Stage, world: World
+        ) -> Payload | None:
+            payload = original(method, state, client, stage, world)
+            if stage.name == "train" and payload is not None:
+                self.deliveries.append(Delivery(stage, client, payload, state))
+            return payload
+
+        engine = self.ready.engine()
+        with monkeypatch.context() as patch:
+            patch.setattr(cls, "payload_for_client", record_payload)
+            states_after(context_of(self.ready, engine), self.ready.world.rounds)
+        engine.close()
+
+    def links(self, round_index: int) -> list[int]:
+        """The clients of a round's chain, in their order."""
+        stages = self.ready.settings.schedule(round_index, self.ready.world)
+        return [client for stage in stages if stage.sequential for client in stage.clients]
+
+
+@STAGES_BEFORE
 def test_fedadkd_shares_phi_out_among_the_links_by_the_tasks_own_counts(
     first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chain = {"kind": "sequential", "clients": 6, "sampled": 3, "first": first}
-    exact = {"name": "fedadkd", "phi_timing": "exact"}
-    each, ready = sent(exact, monkeypatch, topology=chain, stream=TASKS, partition=MIXED)
-    method, world = ready.settings.method, ready.world
-    assert len(each) == 12
-    seen = set()
-    for stage, client, given, state in each:
-        cohort = [
-            c
-            for s in ready.settings.schedule(stage.round, world)
-            if s.sequential
-            for c in s.clients
-        ]
-        gini: Tensor = gini_index(proportions(state.extra.tensor("labels")[cohort]))
-        expected = float(method.phi(gini)[cohort.index(client)])
-        assert given.number("phi") == pytest.approx(expected, abs=1e-12)
-        seen.add(round(expected, 3))
-    assert len(seen) > 6, "weights differ, between clients and between tasks"
+    """So weights differ, between clients and between tasks."""
+    run = WatchedRun(
+        {"name": "fedadkd", "phi_timing": "exact"},
+        monkeypatch,
+        topology={**CHAIN, "first": first},
+        stream=TASKS,
+        partition=SKEWED,
+    )
+
+    assert len(run.deliveries) == 12
+    different_values = set()
+    for delivery in run.deliveries:
+        links = run.links(delivery.stage.round)
+        counts = delivery.state.extra.tensor("labels")[links]
+        phi = run.ready.settings.method.phi(gini_index(proportions(counts)))
+        expected = float(phi[links.index(delivery.client)])
+        assert delivery.payload.number("phi") == pytest.approx(expected, abs=1e-12)
+        different_values.add(round(expected, 3))
+    assert len(different_values) > 6
 
 
 def test_fedadkds_first_phi_does_not_change_with_a_stage_before_the_chain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def phis(first: str) -> list[tuple[int, float]]:
-        with monkeypatch.context() as patch:
-            chain = {"kind": "sequential", "clients": 6, "sampled": 3, "first": first}
-            each, _ = sent({"name": "fedadkd"}, patch, topology=chain, rounds=2)
-        return [(client, given.number("phi")) for _, client, given, _ in each]
+        topology = {**CHAIN, "first": first}
+        run = WatchedRun({"name": "fedadkd"}, monkeypatch, topology=topology, rounds=2)
+        return [(d.client, d.payload.number("phi")) for d in run.deliveries]
 
     assert phis("fit") == phis("")
 
@@ -91,81 +111,77 @@ def test_fedadkds_first_phi_does_not_change_with_a_stage_before_the_chain(
 def test_sfedkd_weighs_teachers_by_the_counts_of_the_task_in_which_they_trained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    topology = {"kind": "sequential", "clients": 6, "sampled": 3}
-    each, _ = sent({"name": "sfedkd", "k": 2}, monkeypatch, topology=topology, stream=TASKS, seed=0)
-    counted = {stage.round: state.extra.tensor("labels") for stage, _, _, state in each}
-    assert not torch.equal(counted[2], counted[3]), "the task changes in round 3"
-    lacking = 0
-    for stage, client, given, state in each:
-        teachers = list(state.extra.many("teacher"))
+    """Also a teacher that has no data in the new task, which begins in round 3."""
+    run = WatchedRun(SFEDKD, monkeypatch, topology=CHAIN, stream=TASKS, seed=0)
+
+    counts = {d.stage.round: d.state.extra.tensor("labels") for d in run.deliveries}
+    assert not torch.equal(counts[2], counts[3])
+    teachers_without_data = 0
+    for delivery in run.deliveries:
+        teachers = list(delivery.state.extra.many("teacher"))
         if not teachers:
             continue
-        shares = proportions(counted[stage.round - 1][teachers])
-        g, h = discrepancy_weights(shares, proportions(counted[stage.round][client]))
-        torch.testing.assert_close(given.tensor("g"), g)
-        torch.testing.assert_close(given.tensor("h"), h)
-        lacking += int((counted[stage.round][teachers].sum(1) == 0).sum())
-    assert lacking, "a teacher has no data in the new task"
+        round_index = delivery.stage.round
+        teacher_shares = proportions(counts[round_index - 1][teachers])
+        student_shares = proportions(counts[round_index][delivery.client])
+        g, h = discrepancy_weights(teacher_shares, student_shares)
+        torch.testing.assert_close(delivery.payload.tensor("g"), g)
+        torch.testing.assert_close(delivery.payload.tensor("h"), h)
+        teachers_without_data += int((counts[round_index][teachers].sum(1) == 0).sum())
+    assert teachers_without_data
 
 
 def test_sfedkd_sends_weights_of_teachers_and_not_their_labels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    topology = {"kind": "sequential", "clients": 6, "sampled": 3}
-    each, _ = sent({"name": "sfedkd", "k": 2}, monkeypatch, topology=topology, seed=0)
-    for stage, _, given, _ in each:
-        if stage.round > 1:
-            groups = {group for group in given if not group.startswith("teacher.")}
+    run = WatchedRun(SFEDKD, monkeypatch, topology=CHAIN, seed=0)
+
+    for delivery in run.deliveries:
+        if delivery.stage.round > 1:
+            groups = {g for g in delivery.payload if not g.startswith("teacher.")}
             assert groups == {"params", "g", "h"}
 
 
-SIDE_BY_SIDE = ("feddyn", "feddc", "fedavgm", "fednova", "ccvr", "fedproto", "feddf")
-IN_A_CHAIN = ("fedseq", "cwc", "metafed")
-
-
-@pytest.mark.parametrize("name", SIDE_BY_SIDE)
-@pytest.mark.parametrize("first", ["", "fit"])
+@pytest.mark.parametrize(
+    "name", ["feddyn", "feddc", "fedavgm", "fednova", "ccvr", "fedproto", "feddf"]
+)
+@STAGES_BEFORE
 def test_a_method_for_clients_side_by_side_is_refused_on_a_chain(name: str, first: str) -> None:
-    chain = {"kind": "sequential", "clients": 6, "first": first}
-    settings = resolve(toys.toy(name, topology=chain, data={"public": toys.PUBLIC}))
+    topology = {"kind": "sequential", "clients": 6, "first": first}
+    settings = resolve(toys.toy(name, topology=topology, data={"public": toys.PUBLIC}))
+
     with pytest.raises(IncompatibleMethod, match="chain"):
         prepare(settings, toys.blobs())
 
 
-@pytest.mark.parametrize("name", IN_A_CHAIN)
-@pytest.mark.parametrize("first", ["", "fit"])
+@pytest.mark.parametrize(
+    ("name", "plan"), [("fedseq", PLAN), ("cwc", PLAN), ("metafed", {})], ids=str
+)
+@STAGES_BEFORE
 def test_a_method_for_chains_is_refused_side_by_side_and_taken_on_a_chain(
-    name: str, first: str
+    name: str, plan: dict[str, object], first: str
 ) -> None:
-    base = toys.toy(
-        name, plan=PLAN if name != "metafed" else {}, data={}, partition={"kind": "iid"}
-    )
-    prepare(
-        resolve(replace(base, topology={"kind": "sequential", "clients": 6, "first": first})),
-        toys.blobs(),
-    )
+    topology = {"kind": "sequential", "clients": 6, "first": first}
+    on_a_chain = toys.toy(name, plan=plan, topology=topology, partition={"kind": "iid"})
+    in_parallel = replace(on_a_chain, topology={**topology, "kind": "parallel"})
+
+    prepare(resolve(on_a_chain), toys.blobs())
+
     with pytest.raises(IncompatibleMethod, match=r"topology\.kind"):
-        prepare(
-            resolve(replace(base, topology={"kind": "parallel", "clients": 6, "first": first})),
-            toys.blobs(),
-        )
+        prepare(resolve(in_parallel), toys.blobs())
 
 
-@pytest.mark.parametrize("around", [{}, {"first": "fit"}, {"last": "ridge"}])
+@pytest.mark.parametrize("stages_around", [{}, {"first": "fit"}, {"last": "ridge"}])
 def test_cwcs_sliding_memory_is_of_as_many_omegas_as_a_chain_has_links(
-    around: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    stages_around: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chain = {"kind": "sequential", "clients": 4, "sampled": 3, **around}
-    cwc = {"name": "cwc", "memory": "sliding"}
-    each, _ = sent(cwc, monkeypatch, topology=chain, rounds=3, partition={"kind": "iid"})
-    assert [len(state.extra.many("omega")) for _, _, _, state in each] == [
-        0,
-        1,
-        2,
-        3,
-        3,
-        3,
-        3,
-        3,
-        3,
-    ]
+    run = WatchedRun(
+        {"name": "cwc", "memory": "sliding"},
+        monkeypatch,
+        topology={"kind": "sequential", "clients": 4, "sampled": 3, **stages_around},
+        rounds=3,
+        partition={"kind": "iid"},
+    )
+
+    omegas = [len(delivery.state.extra.many("omega")) for delivery in run.deliveries]
+    assert omegas == [0, 1, 2, 3, 3, 3, 3, 3, 3]

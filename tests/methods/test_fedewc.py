@@ -4,6 +4,7 @@ published codes have.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from over_tasks import RunOverTasks, model_hash, run_over_tasks
 from scipy.special import softmax
 from torch import Tensor
 
-import toys
-from double import in_double
-from fedstill.config.resolve import resolve
+from double import NEAR
 from fedstill.core.method import ClientWork
-from fedstill.core.records import Payload, Stage, State, Step, TrainingStart, View, World
+from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
 from fedstill.core.registry import method
 from fedstill.losses import quadratic
 from fedstill.methods.fedewc import Anchored, FedEWC
-from fedstill.running.preparation import prepare
-from fedstill.running.runner import run
-from loops import context_of, states_after
-from run_bits import bits
 
 STREAM = {"kind": "classes", "tasks": 3, "head": "task"}
 
@@ -38,131 +34,133 @@ class Published(FedEWC):
     """
 
     def work(self, stage: Stage) -> ClientWork:
-        return super().work(stage) if stage.name != "train" else AtTheReceived(self)
+        if stage.name == "train":
+            return AtTheReceived(self)
+        return super().work(stage)
 
 
 class AtTheReceived(Anchored):
+    """A client whose penalty does not depend on the model that it trains."""
+
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        carry = super().begin(payload, client_state, view, world)
-        return TrainingStart(
-            carry.params, constants={**carry.constants, "received": dict(payload.params)}
-        )
+        start = super().begin(payload, client_state, view, world)
+        constants = {**start.constants, "received": dict(payload.params)}
+        return TrainingStart(start.params, constants=constants)
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        ce = ClientWork.terms(self, step, start)
-        if "fisher" not in start.constants:
-            return ce
-        return {
-            **ce,
-            "pull": quadratic(
+        terms = ClientWork.terms(self, step, start)
+        if "fisher" in start.constants:
+            terms["pull"] = quadratic(
                 start["received"], start["anchor"], start["fisher"], self.method.weight
-            ),
-        }
+            )
+        return terms
 
 
-def model_of(folder: Path, method: Any, **more: Any) -> str:
-    run(
-        toys.toy(method, **{"partition": {"kind": "iid"}, "stream": STREAM, **more}),
-        folder,
-        toys.blobs(),
-    )
-    return str(bits(folder)["model.safetensors"])
+def run_logistic(method: dict[str, Any], **changes: Any) -> RunOverTasks:
+    """A run of logistic regressions in float64."""
+    return run_over_tasks(method, model="logistic", **{"stream": STREAM, **changes})
 
 
-def states(method: Any, **more: Any) -> tuple[Any, list[State]]:
-    """A run in float64 in this process: the state after each round."""
-    values = {
-        "partition": {"kind": "iid"},
-        "stream": STREAM,
-        "model": "logistic",
-        "engine": "serial",
-        **more,
-    }
-    ready = in_double(prepare(resolve(toys.toy(method, **values)), toys.blobs()))
-    return ready, states_after(context_of(ready), ready.world.rounds)[1:]
-
-
-def by_hand(ready: Any, state: State, round: int) -> dict[str, np.ndarray]:
-    """F of a logistic regression over all clients' examples of a task: p_y (p - y)² x², mean over
-    all.
+def example_fisher(
+    params: Mapping[str, Tensor], x: np.ndarray, label: int, classes: list[int]
+) -> dict[str, np.ndarray]:
+    """The squared gradient of an example's loss, times the probability of its label, over the
+    outputs of a task.
     """
-    stage = ready.settings.schedule(round, ready.world)[-1]
-    total: dict[str, Any] = {"head.weight": 0.0, "head.bias": 0.0}
-    count, w = 0, {k: v.numpy() for k, v in state.params.items()}
-    classes = list(ready.world.stream.classes(ready.world.stream.task(round)))
+    z = params["head.weight"].numpy() @ x + params["head.bias"].numpy()
+    p = np.zeros(len(z))
+    p[classes] = softmax(z[classes])
+    gradient = p - np.eye(len(z))[label]
+    return {
+        "head.weight": p[label] * np.outer(gradient, x) ** 2,
+        "head.bias": p[label] * gradient**2,
+    }
+
+
+def fisher_by_hand(run: RunOverTasks, round_index: int) -> dict[str, np.ndarray]:
+    """The mean over all clients' examples of the task that ends with a round."""
+    ready = run.ready
+    params = run.states[round_index - 1].params
+    stage = ready.settings.schedule(round_index, ready.world)[-1]
+    stream = ready.world.stream
+    classes = list(stream.classes(stream.task(round_index)))
+    values = []
     for client in stage.clients:
         data = ready.sites.view(client, stage).data
-        x = ready.sites.inputs.plain(data.values).flatten(1).numpy()
-        for row, y in zip(x, data.labels.tolist(), strict=True):
-            z = w["head.weight"] @ row + w["head.bias"]
-            p = np.zeros(len(z))
-            p[classes] = softmax(z[classes])
-            slope = p - np.eye(len(z))[y]
-            total["head.weight"] = total["head.weight"] + p[y] * np.outer(slope, row) ** 2
-            total["head.bias"] = total["head.bias"] + p[y] * slope**2
-            count += 1
-    return {k: v / count for k, v in total.items()}
+        inputs = ready.sites.inputs.plain(data.values).flatten(1).numpy()
+        for x, label in zip(inputs, data.labels.tolist(), strict=True):
+            values.append(example_fisher(params, x, label, classes))
+    return {name: np.mean([value[name] for value in values], axis=0) for name in values[0]}
 
 
 @pytest.mark.parametrize("clients", [1, 6])
 def test_fisher_information_is_that_of_all_examples_and_adds_up_over_tasks(clients: int) -> None:
-    ready, after = states({"name": "fedewc", "gamma": 0.7}, topology={"clients": clients})
-    first, second = (by_hand(ready, after[r - 1], r) for r in (1, 2))
-    for name in first:
-        assert (after[0].extra.tensors("fisher")[name] >= 0).all()
-        np.testing.assert_allclose(
-            after[0].extra.tensors("fisher")[name].numpy(), first[name], atol=1e-9
-        )
-        both = 0.7 * first[name] + second[name]
-        np.testing.assert_allclose(after[1].extra.tensors("fisher")[name].numpy(), both, atol=1e-9)
-        assert torch.equal(after[1].extra.tensors("anchor")[name], after[1].params[name])
-    assert torch.equal(
-        after[2].extra.tensors("fisher")["head.bias"], after[1].extra.tensors("fisher")["head.bias"]
-    )
+    """The information of earlier tasks counts less. The last task needs none."""
+    run = run_logistic({"name": "fedewc", "gamma": 0.7}, topology={"clients": clients})
+
+    of_first = fisher_by_hand(run, 1)
+    of_second = fisher_by_hand(run, 2)
+    fishers = [state.extra.tensors("fisher") for state in run.states]
+    for name, value in of_first.items():
+        assert (fishers[0][name] >= 0).all()
+        np.testing.assert_allclose(fishers[0][name].numpy(), value, atol=NEAR)
+        of_both = 0.7 * value + of_second[name]
+        np.testing.assert_allclose(fishers[1][name].numpy(), of_both, atol=NEAR)
+        anchor = run.states[1].extra.tensors("anchor")
+        assert torch.equal(anchor[name], run.states[1].params[name])
+    assert torch.equal(fishers[2]["head.bias"], fishers[1]["head.bias"])
 
 
 def test_no_more_examples_are_looked_at_than_asked_for() -> None:
     """One example of each client: its own squared gradient, by its probability."""
-    ready, after = states({"name": "fedewc", "samples": 1}, topology={"clients": 1})
+    run = run_logistic({"name": "fedewc", "samples": 1}, topology={"clients": 1})
+
+    ready = run.ready
     stage = ready.settings.schedule(1, ready.world)[-1]
     data = ready.sites.view(0, stage).data
-    some = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))[0]
-    x, y = (
-        ready.sites.inputs.plain(data.values[some : some + 1]).flatten().numpy(),
-        int(data.labels[some]),
-    )
-    z = after[0].params["head.weight"].numpy() @ x + after[0].params["head.bias"].numpy()
-    p, classes = np.zeros(5), list(ready.world.stream.classes(0))
-    p[classes] = softmax(z[classes])
-    np.testing.assert_allclose(
-        after[0].extra.tensors("fisher")["head.bias"].numpy(),
-        p[y] * (p - np.eye(5)[y]) ** 2,
-        atol=1e-9,
-    )
+    position = int(torch.randperm(len(data), generator=torch.Generator().manual_seed(0))[0])
+    x = ready.sites.inputs.plain(data.values[position : position + 1]).flatten().numpy()
+    classes = list(ready.world.stream.classes(0))
+    state = run.states[0]
+    expected = example_fisher(state.params, x, int(data.labels[position]), classes)
+    fisher = state.extra.tensors("fisher")["head.bias"].numpy()
+    np.testing.assert_allclose(fisher, expected["head.bias"], atol=NEAR)
 
 
 @pytest.mark.parametrize("engine", ["serial", "vectorised"])
 def test_without_weight_it_is_fedavg(engine: str, tmp_path: Path) -> None:
-    plain = model_of(tmp_path / "fedavg", "fedavg", engine=engine)
-    assert model_of(tmp_path / "none", {"name": "fedewc", "weight": 0.0}, engine=engine) == plain
-    assert model_of(tmp_path / "some", {"name": "fedewc", "weight": 1.0}, engine=engine) != plain
+    """And with it, it is not."""
+
+    def hash_of(method: dict[str, Any]) -> str:
+        folder = tmp_path / str(method)
+        return model_hash(folder, method, stream=STREAM, engine=engine)
+
+    fedavg = hash_of({"name": "fedavg"})
+    assert hash_of({"name": "fedewc", "weight": 0.0}) == fedavg
+    assert hash_of({"name": "fedewc", "weight": 1.0}) != fedavg
 
 
 def test_in_the_first_task_it_is_fedavg(tmp_path: Path) -> None:
-    plain = model_of(tmp_path / "fedavg", "fedavg", stream={})
-    assert model_of(tmp_path / "ewc", {"name": "fedewc", "weight": 1000.0}, stream={}) == plain
+    fedavg = model_hash(tmp_path / "fedavg", "fedavg", stream={})
+
+    fedewc = model_hash(tmp_path / "fedewc", {"name": "fedewc", "weight": 1000.0}, stream={})
+
+    assert fedewc == fedavg
 
 
 def test_at_the_anchor_there_is_neither_penalty_nor_gradient() -> None:
     anchor = {"w": torch.tensor([1.0, -2.0])}
-    leaf = {"w": anchor["w"].clone().requires_grad_()}
-    pull = quadratic(leaf, anchor, {"w": torch.tensor([3.0, 0.5])}, 10.0)
-    pull.backward()
-    assert float(pull.detach()) == 0.0
-    assert leaf["w"].grad is not None
-    assert leaf["w"].grad.tolist() == [0.0, 0.0]
+    params = {"w": anchor["w"].clone().requires_grad_()}
+    fisher = {"w": torch.tensor([3.0, 0.5])}
+
+    penalty = quadratic(params, anchor, fisher, 10.0)
+    penalty.backward()
+
+    assert float(penalty.detach()) == 0.0
+    assert params["w"].grad is not None
+    assert params["w"].grad.tolist() == [0.0, 0.0]
 
 
 def test_the_penalty_of_published_codes_is_finetuning_to_the_bit_and_this_one_is_not(
@@ -171,21 +169,24 @@ def test_the_penalty_of_published_codes_is_finetuning_to_the_bit_and_this_one_is
     """Whatever its weight: what is taken at the received model has no gradient at the trained
     one.
     """
-    plain = model_of(tmp_path / "fedavg", "fedavg")
-    assert model_of(tmp_path / "published", {"name": "toy_received_ewc", "weight": 1000.0}) == plain
-    assert model_of(tmp_path / "ours", {"name": "fedewc", "weight": 1.0}) != plain
+    fedavg = model_hash(tmp_path / "fedavg", "fedavg", stream=STREAM)
+    published = {"name": "toy_received_ewc", "weight": 1000.0}
+    fedewc = {"name": "fedewc", "weight": 1.0}
+
+    assert model_hash(tmp_path / "published", published, stream=STREAM) == fedavg
+    assert model_hash(tmp_path / "fedewc", fedewc, stream=STREAM) != fedavg
 
 
 def test_a_firm_pull_keeps_the_model_near_the_last_tasks() -> None:
-    """By the measure of its Fisher information, which both runs have alike: their first task is the
+    """By the measure of its Fisher information, which both runs share: their first task is the
     same.
     """
-    more = {"plan": {"epochs": 2, "batch": 10, "lr": 0.01}, "stream": {**STREAM, "head": "all"}}
-    (_, loose), (_, firm) = (
-        states({"name": "fedewc", "weight": weight}, **more) for weight in (1e-9, 300.0)
-    )
-    fisher = firm[0].extra.tensors("fisher")
-    free, held = (
-        float(quadratic(run[1].params, run[0].params, fisher, 1.0)) for run in (loose, firm)
-    )
-    assert held < 0.8 * free
+    changes = {"plan": {"epochs": 2, "batch": 10, "lr": 0.01}, "stream": {**STREAM, "head": "all"}}
+    loose = run_logistic({"name": "fedewc", "weight": 1e-9}, **changes)
+    firm = run_logistic({"name": "fedewc", "weight": 300.0}, **changes)
+    fisher = firm.states[0].extra.tensors("fisher")
+
+    def distance_of_second_task(run: RunOverTasks) -> float:
+        return float(quadratic(run.states[1].params, run.states[0].params, fisher, 1.0))
+
+    assert distance_of_second_task(firm) < 0.8 * distance_of_second_task(loose)

@@ -10,58 +10,60 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from over_tasks import (
+    RunOverTasks,
+    experiment_over_tasks,
+    in_float32,
+    model_hash,
+    run_over_tasks,
+)
 from scipy.special import log_softmax
+from single_step import LOGISTIC, logits_by_hand, terms_of
+from torch import Tensor
 from torch.nn.functional import normalize
 
 import toys
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.core.keys import generator, seed_for
-from fedstill.core.records import Examples, Payload, State, TrainingStart
-from fedstill.engines.serial import Memory
-from fedstill.engines.step import BatchStep, Networks, StepInputs
+from fedstill.core.records import Examples, Payload, TrainingStart
 from fedstill.methods.replay import Rehearse, Replay, herded, lowest, merged
-from fedstill.models.contract import initial, module, spec_for
+from fedstill.models.contract import initial
 from fedstill.running.journal import read_journal
-from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.preparation import prepare
 from fedstill.running.runner import run
-from loops import context_of, states_after
-from run_bits import bits
 
 STREAM = {"kind": "classes", "tasks": 3, "head": "seen"}
-ALIKE = {"aggregation": "uniform"}
+UNIFORM = {"aggregation": "uniform"}
 
 
-def model_of(folder: Path, method: Any, **more: Any) -> str:
-    values = {"partition": {"kind": "iid"}, "stream": STREAM, **more}
-    run(toys.toy(method, **values), folder, toys.blobs())
-    return str(bits(folder)["model.safetensors"])
+def run_replay(**fields: Any) -> RunOverTasks:
+    """A run of three tasks in float32."""
+    return run_over_tasks({"name": "replay", **fields}, precision_of=in_float32, stream=STREAM)
 
 
-def gone_through(method: Any, until: int = 3, **more: Any) -> tuple[Prepared, State, Memory]:
-    """Rounds of a run, each a task of its own, in this process: the state after them, what clients
-    remember.
-    """
-    values = {"partition": {"kind": "iid"}, "stream": STREAM, "engine": "serial", **more}
-    ready = prepare(resolve(toys.toy(method, **values)), toys.blobs())
-    engine = ready.engine()
-    rounds = min(until, ready.world.rounds)
-    state = states_after(context_of(ready, engine), rounds)[-1]
-    return ready, state, engine.memory
+# Equivalent methods.
 
 
 @pytest.mark.parametrize("engine", ["serial", "vectorised"])
 def test_with_no_memory_it_is_fedavg(engine: str, tmp_path: Path) -> None:
-    plain = model_of(tmp_path / "fedavg", "fedavg", engine=engine)
-    assert model_of(tmp_path / "none", {"name": "replay", "size": 0}, engine=engine) == plain
-    assert model_of(tmp_path / "some", {"name": "replay", "size": 5}, engine=engine) != plain
+    """And with one, it is not."""
+
+    def hash_of(method: dict[str, Any]) -> str:
+        return model_hash(tmp_path / str(method), method, stream=STREAM, engine=engine)
+
+    fedavg = hash_of({"name": "fedavg"})
+    assert hash_of({"name": "replay", "size": 0}) == fedavg
+    assert hash_of({"name": "replay", "size": 5}) != fedavg
 
 
 def test_in_the_first_task_it_is_fedavg(tmp_path: Path) -> None:
-    plain = model_of(tmp_path / "fedavg", "fedavg", stream={})
-    for more in ({}, {"alpha": 0.5, "beta": 0.5}, {"nearest_mean": True}, {"choose": "herding"}):
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        assert model_of(folder, {"name": "replay", **more}, stream={}) == plain
+    """Whatever it keeps of it."""
+    fedavg = model_hash(tmp_path / "fedavg", "fedavg", stream={})
+
+    for fields in ({}, {"alpha": 0.5, "beta": 0.5}, {"nearest_mean": True}, {"choose": "herding"}):
+        replay = model_hash(tmp_path / str(fields), {"name": "replay", **fields}, stream={})
+        assert replay == fedavg
 
 
 @pytest.mark.parametrize("engine", ["serial", "vectorised"])
@@ -71,73 +73,98 @@ def test_a_memory_of_all_is_training_on_the_data_of_the_past(
 ) -> None:
     """The same examples in the same order: the bound ``past = "kept"``, to the bit."""
     stream = {**STREAM, "head": head}
-    bound = model_of(
-        tmp_path / "kept",
-        {"name": "fedavg", **ALIKE},
-        stream={**stream, "past": "kept"},
-        engine=engine,
-    )
-    replay = {"name": "replay", "size": 300, **ALIKE}
-    assert model_of(tmp_path / "replay", replay, stream=stream, engine=engine) == bound
-    assert (
-        model_of(tmp_path / "both", replay, stream={**stream, "past": "kept"}, engine=engine)
-        == bound
-    )
+    with_past = {**stream, "past": "kept"}
+    fedavg = {"name": "fedavg", **UNIFORM}
+    replay = {"name": "replay", "size": 300, **UNIFORM}
+
+    bound = model_hash(tmp_path / "bound", fedavg, stream=with_past, engine=engine)
+
+    assert model_hash(tmp_path / "replay", replay, stream=stream, engine=engine) == bound
+    assert model_hash(tmp_path / "both", replay, stream=with_past, engine=engine) == bound
+
+
+# What is kept.
 
 
 def test_what_is_kept_is_the_lowest_of_all_keys_so_far() -> None:
-    ready, _, memory = gone_through({"name": "replay", "size": 12})
-    stream, sites = ready.world.stream, ready.sites
+    """Of the last task nothing is kept: no task follows."""
+    run = run_replay(size=12)
+
+    ready = run.ready
+    sites = ready.sites
     assert sites.tasks is not None
     for client in range(ready.world.clients):
-        keys, values = [], []
+        keys = []
+        values = []
         for task in range(2):
-            part = sites.positions(client)
-            own = sites.train.take(part[sites.tasks.of_task(part, task)])
+            positions = sites.positions(client)
+            of_task = sites.train.take(positions[sites.tasks.of_task(positions, task)])
             draw = generator(seed_for(ready.world.seed, task, 0, client, "reservoir"))
-            keys.append(torch.rand(len(own), generator=draw, dtype=torch.float64))
-            values.append(own.values)
-        both = torch.cat(keys)
-        want = sorted(range(len(both)), key=lambda i: float(both[i]))[:12]
-        kept = memory.load(client)
-        assert torch.equal(kept.tensor("values"), torch.cat(values)[sorted(want)])
-        assert set(kept.tensor("labels").tolist()) <= set(stream.seen(1)), (
-            "the last task is kept for nobody"
-        )
+            keys.append(torch.rand(len(of_task), generator=draw, dtype=torch.float64))
+            values.append(of_task.values)
+        lowest_keys = torch.cat(keys).argsort()[:12].sort().values
+
+        memory = run.memory.load(client)
+        assert torch.equal(memory.tensor("values"), torch.cat(values)[lowest_keys])
+        assert set(memory.tensor("labels").tolist()) <= set(ready.world.stream.seen(1))
 
 
-def test_one_group_after_the_other_is_both_together() -> None:
+@pytest.mark.parametrize("by_class", [False, True])
+def test_one_group_after_the_other_is_both_together(by_class: bool) -> None:
     draw = torch.Generator().manual_seed(3)
-    labels, keys = (
-        torch.randint(4, (60,), generator=draw),
-        torch.rand(60, generator=draw, dtype=torch.float64),
-    )
-    whole = Payload(labels=labels, keys=keys, places=torch.arange(60))
-    first, then = (
-        Payload({g: whole.tensor(g)[cut] for g in whole}) for cut in (slice(25), slice(25, None))
-    )
-    for by_class in (False, True):
-        once = merged(Payload(), whole, 13, by_class).tensor("places")
-        twice = merged(merged(Payload(), first, 13, by_class), then, 13, by_class).tensor("places")
-        assert torch.equal(once, twice)
-        assert len(once) == 13
-    by_class = labels[lowest(keys, labels, 13, by_class=True)].bincount().tolist()
-    assert sorted(by_class) == [3, 3, 3, 4]
+    labels = torch.randint(4, (60,), generator=draw)
+    keys = torch.rand(60, generator=draw, dtype=torch.float64)
+    examples = Payload(labels=labels, keys=keys, places=torch.arange(60))
+    first = Payload({group: examples.tensor(group)[:25] for group in examples})
+    second = Payload({group: examples.tensor(group)[25:] for group in examples})
+
+    at_once = merged(Payload(), examples, 13, by_class).tensor("places")
+    of_first = merged(Payload(), first, 13, by_class)
+    one_by_one = merged(of_first, second, 13, by_class).tensor("places")
+
+    assert torch.equal(at_once, one_by_one)
+    assert len(at_once) == 13
+
+
+def test_by_class_equally_many_of_each_are_kept() -> None:
+    draw = torch.Generator().manual_seed(3)
+    labels = torch.randint(4, (60,), generator=draw)
+    keys = torch.rand(60, generator=draw, dtype=torch.float64)
+
+    chosen = labels[lowest(keys, labels, 13, by_class=True)]
+
+    assert sorted(chosen.bincount().tolist()) == [3, 3, 3, 4]
+
+
+def herded_by_hand(unit_features: np.ndarray, count: int) -> list[int]:
+    """The rows that, one after another, bring the mean of the chosen ones nearest to the mean."""
+    mean = unit_features.mean(0)
+    chosen: list[int] = []
+    for _ in range(count):
+        distances = {}
+        for row in range(len(unit_features)):
+            if row not in chosen:
+                mean_with_row = unit_features[[*chosen, row]].mean(0)
+                distances[row] = float(np.linalg.norm(mean - mean_with_row))
+        chosen.append(min(distances, key=distances.__getitem__))
+    return chosen
 
 
 def test_herding_takes_what_brings_the_mean_nearest() -> None:
-    z = torch.randn(9, 5, generator=torch.Generator().manual_seed(1))
+    features = torch.randn(9, 5, generator=torch.Generator().manual_seed(1))
     labels = torch.tensor([0, 1, 0, 1, 1, 0, 1, 1, 1])
-    keys = herded(z, labels, 3)
-    unit = (z / z.norm(dim=1, keepdim=True)).double().numpy()
+
+    keys = herded(features, labels, 3)
+
+    unit_features = normalize(features, dim=1).double().numpy()
     for c in (0, 1):
-        own = [i for i in range(9) if int(labels[i]) == c]
-        chosen: list[int] = []
-        for _ in range(3):
-            rest = [i for i in own if i not in chosen]
-            off = [np.linalg.norm(unit[own].mean(0) - unit[[*chosen, i]].mean(0)) for i in rest]
-            chosen.append(rest[int(np.argmin(off))])
-        assert sorted(own, key=lambda i: float(keys[i]))[:3] == chosen
+        of_class = (labels == c).nonzero().flatten()
+        rows = herded_by_hand(unit_features[of_class.numpy()], 3)
+        order = keys[of_class].argsort(stable=True)[:3]
+        assert order.tolist() == rows
+
+
+# The objective.
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3])
@@ -145,132 +172,162 @@ def test_the_objective_by_hand(alpha: float) -> None:
     """Over all batches it is the mean over own examples, and beta and alpha times those over kept
     ones.
     """
-    spec, draw = spec_for("logistic", (1, 4, 4), 5, {}), torch.Generator().manual_seed(0)
-    x, y = torch.randn(9, 1, 4, 4, generator=draw), torch.tensor([3, 4, 3, 3, 4, 4, 0, 2, 0])
-    params, stored, own = initial(spec, 1), torch.randn(4, 5, generator=draw), 6
-    seen = torch.tensor([True, False, True, True, True])
-    known = {
-        "new": own,
-        "outputs": seen,
-        "new_factor": 9 / own,
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 1, 4, 4, generator=draw)
+    y = torch.tensor([3, 4, 3, 3, 4, 4, 0, 2, 0])
+    stored_logits = torch.randn(4, 5, generator=draw)
+    new = 6  # the last three are kept ones
+    is_seen = torch.tensor([True, False, True, True, True])
+    constants = {
+        "new": new,
+        "outputs": is_seen,
+        "new_factor": 9 / new,
         "kept_factor": 3.0,
-        "logits": stored,
-        "stored_outputs": seen,
+        "logits": stored_logits,
+        "stored_outputs": is_seen,
     }
-    carry = TrainingStart(
-        params, constants=known, head=torch.tensor([False, False, False, True, True])
-    )
-    networks = Networks(spec, module(spec), lambda *_: None, "fp32", "fp32", torch.device("cpu"))
-    index = torch.arange(9)
-    work = Rehearse(Replay(alpha=alpha, beta=0.7), 2)
-    terms = work.terms(
-        BatchStep(networks, carry, params, StepInputs(x, y, index, index, None, 0)), carry
-    )
-    got = sum(float(v.detach().mean()) for v in terms.values())
+    in_task = torch.tensor([False, False, False, True, True])
+    start = TrainingStart(initial(LOGISTIC, 1), constants=constants, head=in_task)
 
-    z = (
-        x.flatten(1).double().numpy() @ params["head.weight"].double().numpy().T
-        + params["head.bias"].double().numpy()
-    )
-    of_own = -log_softmax(z[:6, 3:], axis=1)[np.arange(6), y[:6].numpy() - 3]
-    columns = np.array([0, 2, 3, 4])
-    of_kept = -log_softmax(z[6:, columns], axis=1)[np.arange(3), [0, 1, 0]]
-    apart = ((z[6:, columns] - stored[:3].numpy()[:, columns]) ** 2).mean(1)
-    want = of_own.mean() + 0.7 * of_kept.mean() + alpha * apart.mean()
-    assert got == pytest.approx(want, rel=1e-5)
+    terms = terms_of(Rehearse(Replay(alpha=alpha, beta=0.7), 2), start, x, y)
+
+    z = logits_by_hand(start.params, x)
+    new_losses = -log_softmax(z[:new, 3:], axis=1)[np.arange(new), y[:new].numpy() - 3]
+    seen = np.array([0, 2, 3, 4])
+    kept_columns = [0, 1, 0]  # those of labels 0, 2 and 0
+    kept_losses = -log_softmax(z[new:, seen], axis=1)[np.arange(3), kept_columns]
+    gaps = ((z[new:, seen] - stored_logits[:3].numpy()[:, seen]) ** 2).mean(1)
+    expected = new_losses.mean() + 0.7 * kept_losses.mean() + alpha * gaps.mean()
+    objective = sum(float(losses.detach().mean()) for losses in terms.values())
+    assert objective == pytest.approx(expected, rel=1e-5)
 
 
 def test_stored_logits_are_those_of_the_model_at_the_tasks_end() -> None:
-    stream = {**STREAM, "tasks": 2}
-    method = {"name": "replay", "size": 300, "alpha": 0.5}
-    ready, _, memory = gone_through(method, rounds=2, stream=stream)
-    _, first, _ = gone_through(method, rounds=2, stream=stream, until=1)
+    run = run_over_tasks(
+        {"name": "replay", "size": 300, "alpha": 0.5},
+        precision_of=in_float32,
+        rounds=2,
+        stream={**STREAM, "tasks": 2},
+    )
+
+    ready = run.ready
     view = ready.sites.view(0, ready.settings.schedule(1, ready.world)[-1])
-    assert torch.equal(memory.load(0).tensor("logits"), view.logits(first.params))
+    logits = view.logits(run.states[0].params)
+    assert torch.equal(run.memory.load(0).tensor("logits"), logits)
+
+
+# Answers by the nearest class mean.
+
+
+def class_means_by_hand(run: RunOverTasks) -> np.ndarray:
+    """The mean unit feature of each class, over all clients' data and memories."""
+    ready = run.ready
+    stage = ready.settings.schedule(3, ready.world)[-1]
+    unit_features = []
+    labels = []
+    for client in range(6):
+        view = ready.sites.view(client, stage)
+        memory = run.memory.load(client)
+        kept = Examples(memory.tensor("values"), memory.tensor("labels"))
+        for examples in (view.data, kept):
+            features = view.passes.features(run.final.params, examples)
+            unit_features.append(normalize(features, dim=1).double())
+            labels.append(examples.labels)
+    all_features = torch.cat(unit_features)
+    all_labels = torch.cat(labels)
+    means = [all_features[all_labels == c].mean(0) for c in range(toys.CLASSES)]
+    return torch.stack(means).numpy()
+
+
+def nearest_mean_answers(run: RunOverTasks) -> Tensor:
+    """The answers to the test images by the library's predictor."""
+    ready = run.ready
+    predictors = ready.settings.method.predictors(run.final, ready.world)
+    inputs = ready.sites.inputs.plain(ready.dataset.test.values)
+    return predictors["nearest_mean"](inputs).argmax(1)
 
 
 def test_class_means_are_those_of_all_clients_data_and_memories() -> None:
-    ready, state, memory = gone_through({"name": "replay", "size": 9, "nearest_mean": True})
-    stage = ready.settings.schedule(3, ready.world)[-1]
-    sums, counts = np.zeros((5, 8)), np.zeros(5)
-    for client in range(6):
-        view, kept = ready.sites.view(client, stage), memory.load(client)
-        for some in (view.data, Examples(kept.tensor("values"), kept.tensor("labels"))):
-            z = view.passes.features(state.params, some).double().numpy()
-            for unit, c in zip(
-                z / np.linalg.norm(z, axis=1, keepdims=True), some.labels.tolist(), strict=True
-            ):
-                sums[c] += unit
-                counts[c] += 1
-    want = sums / counts[:, None]
-    assert (counts > 0).all()
-    np.testing.assert_allclose(state.extra.tensor("means").numpy(), want, atol=1e-6)
-    x = ready.sites.inputs.plain(ready.dataset.test.values)
-    z = normalize(view.passes.features(state.params, ready.dataset.test), dim=1).double().numpy()
-    mean = want / np.linalg.norm(want, axis=1, keepdims=True)
-    nearest = ((z[:, None] - mean) ** 2).sum(2).argmin(1)
-    said = ready.settings.method.predictors(state, ready.world)["nearest_mean"](x).argmax(1)
-    assert said.tolist() == nearest.tolist()
+    run = run_replay(size=9, nearest_mean=True)
+
+    means = class_means_by_hand(run)
+    np.testing.assert_allclose(run.final.extra.tensor("means").numpy(), means, atol=1e-6)
+
+    ready = run.ready
+    view = ready.sites.view(0, ready.settings.schedule(3, ready.world)[-1])
+    test_features = view.passes.features(run.final.params, ready.dataset.test)
+    unit_features = normalize(test_features, dim=1).double().numpy()
+    unit_means = means / np.linalg.norm(means, axis=1, keepdims=True)
+    distances = ((unit_features[:, None] - unit_means) ** 2).sum(2)
+    assert nearest_mean_answers(run).tolist() == distances.argmin(1).tolist()
 
 
 def test_a_run_whose_answers_are_the_means_has_their_matrix(tmp_path: Path) -> None:
-    config = {"name": "replay", "size": 0, "answers": "nearest_mean"}
-    run(toys.toy(config, partition={"kind": "iid"}, stream=STREAM), tmp_path / "r", toys.blobs())
-    events = read_journal(tmp_path / "r/journal.jsonl")
-    first, ready, state = events[0], *gone_through(config)[:2]
-    end = [e for e in events if e["event"] == "task"][-1]
-    predict, test = (
-        ready.settings.method.predictors(state, ready.world)["nearest_mean"],
-        ready.dataset.test,
-    )
-    right = predict(ready.sites.inputs.plain(test.values)).argmax(1) == test.labels
-    want = [
-        float(right[torch.isin(test.labels, torch.tensor(own))].double().mean())
-        for own in first["stream"]["classes"]
-    ]
-    assert end["row"] == pytest.approx(want)
-    assert next(iter(ready.settings.method.predictors(state, ready.world))) == "nearest_mean"
+    """The accuracy in each task at the end is that of the nearest means."""
+    method = {"name": "replay", "size": 0, "answers": "nearest_mean"}
+    run(experiment_over_tasks(method, stream=STREAM), tmp_path / "run", toys.blobs())
+    events = read_journal(tmp_path / "run/journal.jsonl")
+    classes_by_task = events[0]["stream"]["classes"]
+    last_row = [event["row"] for event in events if event["event"] == "task"][-1]
+
+    driven = run_replay(size=0, answers="nearest_mean")
+
+    labels = driven.ready.dataset.test.labels
+    is_correct = nearest_mean_answers(driven) == labels
+    accuracies = []
+    for classes in classes_by_task:
+        of_task = torch.isin(labels, torch.tensor(classes))
+        accuracies.append(float(is_correct[of_task].double().mean()))
+    assert last_row == pytest.approx(accuracies)
+    predictors = driven.ready.settings.method.predictors(driven.final, driven.ready.world)
+    assert next(iter(predictors)) == "nearest_mean"
 
 
 def test_a_class_without_a_mean_is_no_answer() -> None:
-    ready, state, _ = gone_through({"name": "replay", "nearest_mean": True}, rounds=3)
-    some = state.next(known=torch.tensor([True, False, True, False, False]))
-    said = ready.settings.method.predictors(some, ready.world)["nearest_mean"]
-    assert set(said(ready.sites.inputs.plain(ready.dataset.test.values)).argmax(1).tolist()) <= {
-        0,
-        2,
-    }
+    run = run_replay(nearest_mean=True)
+    ready = run.ready
+    known = torch.tensor([True, False, True, False, False])
+
+    state = run.final.next(known=known)
+    predictors = ready.settings.method.predictors(state, ready.world)
+
+    inputs = ready.sites.inputs.plain(ready.dataset.test.values)
+    answers = predictors["nearest_mean"](inputs).argmax(1)
+    assert set(answers.tolist()) <= {0, 2}
+
+
+# Runs.
 
 
 def test_the_journal_says_how_many_are_kept_and_who_has_nothing_to_do(tmp_path: Path) -> None:
-    run(
-        toys.toy({"name": "replay", "size": 7}, partition={"kind": "iid"}, stream=STREAM),
-        tmp_path / "r",
-        toys.blobs(),
-    )
-    ends = [
-        e
-        for e in read_journal(tmp_path / "r/journal.jsonl")
-        if e["event"] == "client" and e["name"] == "remember"
-    ]
-    assert [e["kept"] for e in ends if e["round"] < 3] == [7] * 12
-    assert all(e["idle"] for e in ends if e["round"] == 3)
+    """After the last task, nobody keeps anything."""
+    experiment = experiment_over_tasks({"name": "replay", "size": 7}, stream=STREAM)
+
+    run(experiment, tmp_path / "run", toys.blobs())
+
+    events = read_journal(tmp_path / "run/journal.jsonl")
+    remembering = [e for e in events if e["event"] == "client" and e["name"] == "remember"]
+    kept = [event["kept"] for event in remembering if event["round"] < 3]
+    assert kept == [7] * 12
+    assert all(event["idle"] for event in remembering if event["round"] == 3)
 
 
 def test_in_a_chain_clients_remember_too() -> None:
     chain = {"kind": "sequential", "clients": 6, "sampled": 3}
-    _, _, memory = gone_through({"name": "replay", "size": 5}, topology=chain)
-    assert [len(memory.load(c).tensor("labels")) for c in range(6)] == [5] * 6
+
+    run = run_over_tasks(
+        {"name": "replay", "size": 5}, precision_of=in_float32, stream=STREAM, topology=chain
+    )
+
+    sizes = [len(run.memory.load(client).tensor("labels")) for client in range(6)]
+    assert sizes == [5] * 6
 
 
 def test_what_it_cannot_do_is_refused() -> None:
+    held_out = toys.toy("replay", stream=STREAM, plan={"train": {"validation": 0.1}})
     with pytest.raises(IncompatibleMethod, match=r"set validation = 0.1 in \[plan.remember\]"):
-        prepare(
-            resolve(toys.toy("replay", stream=STREAM, plan={"train": {"validation": 0.1}})),
-            toys.blobs(),
-        )
+        prepare(resolve(held_out), toys.blobs())
+
+    without_stage = toys.toy("replay", stream=STREAM, topology={"clients": 6, "task_end": ""})
     with pytest.raises(IncompatibleMethod, match=r"set topology.task_end = 'remember'"):
-        prepare(
-            resolve(toys.toy("replay", topology={"clients": 6, "task_end": ""}, stream=STREAM)),
-            toys.blobs(),
-        )
+        prepare(resolve(without_stage), toys.blobs())
