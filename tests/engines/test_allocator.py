@@ -39,5 +39,5 @@ for said in "10":  # each in a process that has been told nothing yet
 def test_large_tensors_come_from_what_is_kept_unless_the_user_says_otherwise() -> None:
     command = [sys.executable, "-c", WHERE]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["True True", "False False"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["True True", "False False"]

@@ -1,5 +1,5 @@
-"""Measures that clients take: when they are due, what they give, and what is refused of a report
-over a wire.
+"""Measures that clients take: when they are due, what they return, and which reports over a wire
+are refused.
 """
 
 from __future__ import annotations
@@ -48,24 +48,34 @@ def test_parameters_are_kept_by_epoch_only_where_a_measure_wants_them() -> None:
     rounds = frozenset({2})
     assert at_clients(measures(("epochs",)), rounds).keeps_epochs(TRAIN)
     assert not at_clients(measures(("local",)), rounds).keeps_epochs(TRAIN)
-    assert not at_clients(measures(("epochs",)), rounds).keeps_epochs(
-        Stage(2, 0, "distil", (0,), "public")
-    )
+    on_public_data = Stage(2, 0, "distil", (0,), "public")
+    assert not at_clients(measures(("epochs",)), rounds).keeps_epochs(on_public_data)
 
 
 class Mistaken(Measure):
-    def at_client(self, seen: AtClient) -> dict[str, Any]:
-        return {"share": seen.no_such_thing}  # type: ignore[attr-defined]
+    """Reads an attribute that does not exist."""
+
+    def at_client(self, client: AtClient) -> dict[str, Any]:
+        return {"share": client.no_such_thing}  # type: ignore[attr-defined]
 
 
 def test_a_measures_mistake_is_named_with_its_client() -> None:
     ready = prepare(resolve(toys.toy()), toys.blobs())
-    view, start = ready.sites.view(3, TRAIN), ready.world.initial(3)
-    seen = AtClient(
-        TRAIN, view, start, start, (), ready.sites.common_test, None, ready.sites.inputs, 5
+    view = ready.sites.view(3, TRAIN)
+    start = ready.world.initial(3)
+    trained = AtClient(
+        stage=TRAIN,
+        view=view,
+        start=start,
+        end=start,
+        by_epoch=(),
+        test=ready.sites.common_test,
+        public=None,
+        inputs=ready.sites.inputs,
+        world=ready.world,
     )
     with pytest.raises(FedstillError, match=r"measure mine .*client 3: AttributeError"):
-        ClientMeasures({"mine": Mistaken()}, frozenset({2})).take(seen)
+        ClientMeasures({"mine": Mistaken()}, frozenset({2})).take(trained)
 
 
 @dataclass
@@ -75,11 +85,15 @@ class Answers:
     report: dict[str, Any] = field(default_factory=dict)
 
     def ask(self, requests: Sequence[Request]) -> list[SiteReply]:
-        return [SiteReply(0, 2, 0, Payload(params={"w": torch.zeros(1)}), 3, self.report)]
+        content = Payload(params={"w": torch.zeros(1)})
+        reply = SiteReply(
+            client=0, round=2, stage=0, content=content, examples=3, metrics=self.report
+        )
+        return [reply]
 
 
 @pytest.mark.parametrize(
-    ("report", "why"),
+    ("report", "reason"),
     [
         (
             {"label_counts": [1, 0, 0, 0, 0], "correct_by_class": []},
@@ -109,7 +123,7 @@ class Answers:
     ],
 )
 def test_a_report_over_a_wire_that_no_measure_can_have_made_is_a_failure(
-    report: dict[str, Any], why: str
+    report: dict[str, Any], reason: str
 ) -> None:
     ready = prepare(resolve(toys.toy(measure=BUILT_IN, plan={"validation": 0.2})), toys.blobs())
     engine = FlowerEngine(
@@ -119,7 +133,10 @@ def test_a_report_over_a_wire_that_no_measure_can_have_made_is_a_failure(
         measures=ready.client_measures(site=True),
     )
     (reply,) = engine.run(ClientWork(), TRAIN, {0: Payload()}, 7)
-    assert re.search(why, reply.failure) if why else reply.failure == "", reply.failure
+    if reason:
+        assert re.search(reason, reply.failure)
+    else:
+        assert reply.failure == ""
 
 
 @dataclass
@@ -144,13 +161,17 @@ def test_only_sites_with_tasks_of_their_own_may_be_idle(may_be_idle: bool) -> No
 
 
 class Undeclared(Measure):
+    """Returns a number whose name it does not declare."""
+
     at_sites = True
 
-    def at_client(self, seen: AtClient) -> dict[str, Any]:
+    def at_client(self, client: AtClient) -> dict[str, Any]:
         return {"spread": 0.5}
 
 
 class Declared(Undeclared):
+    """Declares the name of its number."""
+
     gives = ("spread",)
 
 
@@ -159,22 +180,23 @@ SPREAD = {"loss": {"ce": 1.0}, "spread": 0.5, "seconds_mine": 0.1, "report": {"h
 
 
 def test_names_are_known_where_every_measure_says_its_own() -> None:
-    known, open_ = (ClientMeasures({"mine": m}, ALWAYS) for m in (Declared(), Undeclared()))
-    assert known.refuses(SPREAD, TRAIN, 5) == open_.refuses(SPREAD, TRAIN, 5) == ""
-    assert "'more'" in known.refuses({**SPREAD, "more": 1}, TRAIN, 5)
-    assert open_.refuses({**SPREAD, "more": 1}, TRAIN, 5) == ""
-    other = Stage(1, 0, "train", (0,))
-    assert "'seconds_mine'" in open_.refuses(SPREAD, other, 5), "it is not due, so nobody asked"
-    assert "'spread'" in known.refuses({"report": {"spread": 1.0}}, other, 5)
+    all_declared = ClientMeasures({"mine": Declared()}, ALWAYS)
+    undeclared = ClientMeasures({"mine": Undeclared()}, ALWAYS)
+    assert all_declared.refuses(SPREAD, TRAIN, 5) == undeclared.refuses(SPREAD, TRAIN, 5) == ""
+    assert "'more'" in all_declared.refuses({**SPREAD, "more": 1}, TRAIN, 5)
+    assert undeclared.refuses({**SPREAD, "more": 1}, TRAIN, 5) == ""
+    not_due = Stage(1, 0, "train", (0,))
+    assert "'seconds_mine'" in undeclared.refuses(SPREAD, not_due, 5), "no measure is due"
+    assert "'spread'" in all_declared.refuses({"report": {"spread": 1.0}}, not_due, 5)
 
 
 def test_a_real_site_may_not_send_what_stays_at_sites() -> None:
     chosen = {**measures(BUILT_IN), "mine": Declared()}
-    sent = {"label_counts": [1] * 5, "correct_by_class": [1] * 5}
-    assert at_clients(chosen, ALWAYS).refuses(sent, TRAIN, 5) == ""
-    there = at_clients(chosen, ALWAYS, real_site=True)
-    assert list(there.named) == ["mine"]
-    assert "'correct_by_class'" in there.refuses(sent, TRAIN, 5)
+    report = {"label_counts": [1] * 5, "correct_by_class": [1] * 5}
+    assert at_clients(chosen, ALWAYS).refuses(report, TRAIN, 5) == ""
+    at_real_site = at_clients(chosen, ALWAYS, real_site=True)
+    assert list(at_real_site.named) == ["mine"]
+    assert "'correct_by_class'" in at_real_site.refuses(report, TRAIN, 5)
 
 
 def test_a_check_that_raises_is_a_refusal() -> None:
@@ -183,9 +205,9 @@ def test_a_check_that_raises_is_a_refusal() -> None:
             return str(report["spread"].upper())
 
     ready = prepare(resolve(toys.toy(measure=())), toys.blobs())
-    taken = ClientMeasures({"mine": Raising()}, ALWAYS)
+    client_measures = ClientMeasures({"mine": Raising()}, ALWAYS)
     engine = FlowerEngine(
-        ready.engine(), Answers({"spread": 0.5}), lambda **_: None, measures=taken
+        ready.engine(), Answers({"spread": 0.5}), lambda **_: None, measures=client_measures
     )  # type: ignore[arg-type,return-value]
     (reply,) = engine.run(ClientWork(), TRAIN, {0: Payload()}, 7)
     assert reply.failure.startswith("its report could not be checked: AttributeError")

@@ -56,19 +56,19 @@ def test_a_copy_differs_in_what_was_said_and_shares_no_threads(name: str) -> Non
         assert copy._pool is not engine._pool
     copy.close()
     ours = replies(engine, prepared)
-    assert [(r.failure, r.metrics["epochs"]) for r in ours] == [
-        ("", prepared.world.plans["train"].epochs)
-    ] * 6
+    epochs = prepared.world.plans["train"].epochs
+    assert [reply.failure for reply in ours] == [""] * 6
+    assert [reply.metrics["epochs"] for reply in ours] == [epochs] * 6
     engine.close()
 
 
 def test_a_flower_engine_is_copied_with_the_engine_of_the_servers_stages() -> None:
     prepared = ready("serial")
-    here = prepared.engine()
-    engine = FlowerEngine(here, None, None)  # type: ignore[arg-type]  # nothing is asked of clients
+    server_engine = prepared.engine()
+    engine = FlowerEngine(server_engine, None, None)  # type: ignore[arg-type]  # nothing is asked of clients
     engine._held[3] = ("file", "sha")
-    copy = replace(engine, server_engine=replace(here, hooks=()))
+    copy = replace(engine, server_engine=replace(server_engine, hooks=()))
     assert copy.server_engine.hooks == ()
-    assert here.hooks
+    assert server_engine.hooks
     assert copy.memory is engine.memory
     assert copy._held == {}, "a stage that is under way belongs to the engine that began it"

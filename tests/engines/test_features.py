@@ -88,18 +88,21 @@ class SendFeatures(ClientWork):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload]:
-        means = torch.stack([view.features(params, of).mean(0) for of in ("data", "public")])
-        return Payload(params=params, mean=means), Payload()
+        private_mean = view.features(params, "data").mean(0)
+        public_mean = view.features(params, "public").mean(0)
+        return Payload(params=params, mean=torch.stack([private_mean, public_mean])), Payload()
 
     def report(
         self, params: Tensors, start: TrainingStart, view: View, world: World
     ) -> dict[str, Any]:
-        z = view.features(params)
-        logits = contract.head(contract.module(view.model).eval(), params, z)
+        features = view.features(params)
+        logits = contract.head(contract.module(view.model).eval(), params, features)
+        difference = (logits - view.logits(params)).abs().max()
+        no_features = view.features(params, only=torch.zeros(0, dtype=torch.int64))
         return {
-            "mean": [round(v, 5) for v in z.double().mean(0).tolist()],
-            "apart": float((logits - view.logits(params)).abs().max() > 1e-5),
-            "none": list(view.features(params, only=torch.zeros(0, dtype=torch.int64)).shape),
+            "mean": [round(value, 5) for value in features.double().mean(0).tolist()],
+            "apart": float(difference > 1e-5),
+            "none": list(no_features.shape),
         }
 
 
@@ -117,16 +120,18 @@ class Unflat(nn.Module):
 
 
 def means(engine: str, folder: Path, **changes: Any) -> dict[tuple[int, int], Any]:
-    run(
-        toys.toy("toy_features", engine=engine, data={"public": 20}, **changes),
-        folder,
-        toys.blobs(),
-    )
-    events = [e for e in read_journal(folder / "journal.jsonl") if e["event"] == "client"]
+    """The mean features of a run, by round and client."""
+    experiment = toys.toy("toy_features", engine=engine, data={"public": 20}, **changes)
+    run(experiment, folder, toys.blobs())
+
+    journal = read_journal(folder / "journal.jsonl")
+    events = [event for event in journal if event["event"] == "client"]
     assert events
-    assert not any("refused" in e or e["apart"] for e in events)
-    assert all(e["none"] == [0, len(e["mean"])] for e in events)
-    return {(e["round"], e["client"]): e["mean"] for e in events}
+    for event in events:
+        assert "refused" not in event
+        assert not event["apart"]
+        assert event["none"] == [0, len(event["mean"])]
+    return {(event["round"], event["client"]): event["mean"] for event in events}
 
 
 @pytest.mark.parametrize(
@@ -139,18 +144,18 @@ def test_features_are_the_serial_engines(engine: str, tmp_path: Path) -> None:
 def test_features_of_a_stack_are_the_serial_engines_up_to_rounding(tmp_path: Path) -> None:
     serial = means("serial", tmp_path / "serial")
     stacked = means("vectorised", tmp_path / "stacked")
-    for who, mean in serial.items():
-        assert stacked[who] == pytest.approx(mean, abs=1e-3)
+    for key, mean in serial.items():
+        assert stacked[key] == pytest.approx(mean, abs=1e-3)
 
 
 def test_features_are_of_evaluation_mode(tmp_path: Path) -> None:
-    assert means("serial", tmp_path / "run", model="toy_batchnorm"), (
-        "they agree with the logits of evaluation mode"
-    )
+    """``means`` compares them with the logits of evaluation mode."""
+    assert means("serial", tmp_path / "run", model="toy_batchnorm")
 
 
 def test_width_is_what_the_head_takes() -> None:
-    assert contract.width(contract.spec_for("mlp", (1, 4, 4), 5, {"hidden": (8, 3)})) == 3
+    two_hidden_layers = contract.spec_for("mlp", (1, 4, 4), 5, {"hidden": (8, 3)})
+    assert contract.width(two_hidden_layers) == 3
     assert contract.width(contract.spec_for("toy_batchnorm", (1, 4, 4), 5)) == 64
     with pytest.raises(IncompatibleMethod, match=r"toy_unflat .*\(2, 2, 2, 2\)"):
         contract.width(contract.spec_for("toy_unflat", (1, 4, 4), 5))

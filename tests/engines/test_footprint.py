@@ -1,5 +1,5 @@
-"""What a step takes: operations, dense gradients, activations; and that images keep the numbers of
-before.
+"""The cost of a step: operations, dense gradients and activations. That of images keeps its
+formula.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import pytest
 from torch import Tensor, nn
 
-from fedstill.core.records import ModelSpec, Plan
+from fedstill.core.records import Plan
 from fedstill.core.registry import register
 from fedstill.engines import passes
 from fedstill.engines.pooled import step_cost
@@ -56,8 +56,10 @@ class Looking(nn.Module):
         self.register_buffer("hidden", self.layer.weight.detach().clone(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x) + 0 * (x @ self.hidden.T)
-        return y if bool(x.sum() < 1) else 2 * y
+        logits: Tensor = self.layer(x) + 0 * (x @ self.hidden.T)
+        if bool(x.sum() < 1):
+            return logits
+        return 2 * logits
 
 
 def test_a_network_that_looks_at_numbers_is_counted_on_zeros() -> None:
@@ -74,15 +76,14 @@ def test_images_keep_their_numbers(name: str) -> None:
 
 
 def test_more_tokens_a_larger_vocabulary_and_a_larger_batch_are_more_work() -> None:
-    def bag(length: int, vocabulary: int) -> ModelSpec:
-        return contract.spec_for("bag", (length,), 4, {}, vocabulary)
+    def cost(*, length: int, vocabulary: int, batch: int) -> float:
+        return step_cost(contract.spec_for("bag", (length,), 4, {}, vocabulary), batch)
 
-    assert (
-        step_cost(bag(12, 30), 10)
-        < step_cost(bag(24, 30), 10)
-        < step_cost(bag(24, 30), 20)
-        < step_cost(bag(24, 9000), 20)
-    )
+    smallest = cost(length=12, vocabulary=30, batch=10)
+    more_tokens = cost(length=24, vocabulary=30, batch=10)
+    larger_batch = cost(length=24, vocabulary=30, batch=20)
+    larger_vocabulary = cost(length=24, vocabulary=9000, batch=20)
+    assert smallest < more_tokens < larger_batch < larger_vocabulary
 
 
 @register("model", "toy_sparse_bag")
@@ -95,12 +96,12 @@ class SparseBag(nn.Module):
         self.head = nn.Linear(4, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.body(x))
-        return y
+        logits: Tensor = self.head(self.body(x))
+        return logits
 
 
 def test_layers_without_a_rule_are_named() -> None:
-    why = stacking_obstacle(contract.spec_for("toy_sparse_bag", (12,), 4, {}, 30), Plan())
-    assert why.startswith("model toy_sparse_bag ")
-    assert "EmbeddingBag" in why
+    obstacle = stacking_obstacle(contract.spec_for("toy_sparse_bag", (12,), 4, {}, 30), Plan())
+    assert obstacle.startswith("model toy_sparse_bag ")
+    assert "EmbeddingBag" in obstacle
     assert not stacking_obstacle(TEXT, Plan())

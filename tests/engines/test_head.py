@@ -20,47 +20,63 @@ from fedstill.running.runner import run
 SPEC = spec_for("logistic", (1, 4, 4), 5, {})
 ON = torch.tensor([True, False, True, True, False])
 DRAW = torch.Generator().manual_seed(0)
-X, Y = torch.randn(6, 1, 4, 4, generator=DRAW), torch.tensor([0, 2, 3, 0, 2, 3])
-OTHER = initial(SPEC, 3)
+X = torch.randn(6, 1, 4, 4, generator=DRAW)
+Y = torch.tensor([0, 2, 3, 0, 2, 3])
+TEACHER = initial(SPEC, 3)
 
 
 def step(head: torch.Tensor | None) -> BatchStep:
+    """The step of one batch, with a teacher, in which some outputs take part, or all."""
     params = {k: v.clone().requires_grad_() for k, v in initial(SPEC, 1).items()}
-    networks = Networks(SPEC, module(SPEC), lambda *_: None, "fp32", "fp32", torch.device("cpu"))
+    networks = Networks(
+        model=SPEC,
+        module=module(SPEC),
+        teacher_table=lambda *_: None,
+        precision="fp32",
+        teacher_precision="fp32",
+        device=torch.device("cpu"),
+    )
     index = torch.arange(len(Y))
-    start = TrainingStart(params, {"old": OTHER}, head=head)
-    return BatchStep(networks, start, params, StepInputs(X, Y, index, index, None, 0))
+    inputs = StepInputs(x=X, y=Y, positions=index, rows=index, mask=None, epoch=0)
+    start = TrainingStart(params, {"old": TEACHER}, head=head)
+    return BatchStep(networks, start, params, inputs)
 
 
 def test_nothing_is_masked_where_all_outputs_take_part() -> None:
-    whole = step(None)
-    assert whole.logits() is whole.logits(raw=True)
-    torch.testing.assert_close(
-        step(torch.ones(5, dtype=torch.bool)).logits(), whole.logits(), rtol=0, atol=0
-    )
+    unmasked = step(None)
+    assert unmasked.logits() is unmasked.logits(raw=True)
+    all_on = step(torch.ones(5, dtype=torch.bool))
+    torch.testing.assert_close(all_on.logits(), unmasked.logits(), rtol=0, atol=0)
 
 
 def test_logits_and_teachers_are_off_where_they_take_no_part_and_plain_where_asked() -> None:
-    seen = step(ON)
-    for logits, plain in (
-        (seen.logits(), seen.logits(raw=True)),
-        (seen.teacher("old"), seen.teacher("old", raw=True)),
-    ):
+    masked = step(ON)
+    logit_pairs = {
+        "student": (masked.logits(), masked.logits(raw=True)),
+        "teacher": (masked.teacher("old"), masked.teacher("old", raw=True)),
+    }
+    for logits, plain in logit_pairs.values():
         assert torch.equal(logits[:, ON], plain[:, ON])
         assert (logits[:, ~ON] == OFF).all()
         assert (plain != OFF).all()
 
 
 def test_losses_are_those_without_the_columns_and_their_gradients_are_zero() -> None:
-    seen, few = step(ON), torch.tensor([0, -1, 1, 2, -1])
-    gone, old = seen.logits(raw=True)[:, ON], seen.teacher("old", raw=True)[:, ON]
-    masked = losses.cross_entropy(seen.logits(), Y) + losses.kd(
-        seen.logits(), seen.teacher("old"), 2.0
-    )
-    removed = losses.cross_entropy(gone, few[Y]) + losses.kd(gone, old, 2.0)
+    step_of_some = step(ON)
+    masked_logits = step_of_some.logits()
+    masked = losses.cross_entropy(masked_logits, Y)
+    masked = masked + losses.kd(masked_logits, step_of_some.teacher("old"), 2.0)
+
+    # The same losses of the columns that take part; their labels count the columns anew.
+    new_labels = torch.tensor([0, -1, 1, 2, -1])[Y]
+    logits = step_of_some.logits(raw=True)[:, ON]
+    teacher_logits = step_of_some.teacher("old", raw=True)[:, ON]
+    removed = losses.cross_entropy(logits, new_labels)
+    removed = removed + losses.kd(logits, teacher_logits, 2.0)
     torch.testing.assert_close(masked, removed, rtol=1e-6, atol=1e-6)
+
     masked.sum().backward()
-    grad = seen.params["head.weight"].grad
+    grad = step_of_some.params["head.weight"].grad
     assert grad is not None
     assert (grad[~ON] == 0).all()
     assert (grad[ON] != 0).any()
@@ -68,11 +84,12 @@ def test_losses_are_those_without_the_columns_and_their_gradients_are_zero() -> 
 
 @pytest.mark.parametrize("tau", [0.1, 1.0, 20.0])
 def test_distillation_is_finite_under_a_mask(tau: float) -> None:
-    seen = step(ON)
-    logits, old = seen.logits(), seen.teacher("old")
-    apart = (losses.nckd, losses.nckd_slice, losses.nckd_zero, losses.tckd)
-    for values in (losses.kd(logits, old, tau), *(loss(logits, old, Y, tau) for loss in apart)):
-        assert values.isfinite().all()
+    masked = step(ON)
+    logits = masked.logits()
+    teacher_logits = masked.teacher("old")
+    assert losses.kd(logits, teacher_logits, tau).isfinite().all()
+    for loss in (losses.nckd, losses.nckd_slice, losses.nckd_zero, losses.tckd):
+        assert loss(logits, teacher_logits, Y, tau).isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["fedavg", "metafed"])
@@ -83,20 +100,24 @@ def test_an_output_that_takes_no_part_is_no_answer_where_epochs_are_scored(
     none.
     """
     plan = {"epochs": 2, "batch": 20, "lr": 1e-5, "validation": 0.3, "keep": "best"}
-    plans = {
-        "fedavg": {"train": plan},
-        "metafed": dict.fromkeys(("warm_up", "train", "personalise"), plan),
-    }
-    stream = {"kind": "classes", "tasks": 2, "order": [[0, 1, 4], [2, 3]], "head": "task"}
-    start = {
-        "topology": {"clients": 3},
-        "partition": "iid",
-        "rounds": 2,
-        "stream": stream,
-        "measure": (),
-    }
-    run(toys.toy(name, plan=plans[name], **start), tmp_path / "run", toys.blobs())
-    events = read_journal(tmp_path / "run" / "journal.jsonl")
-    scores = [s for e in events if e["event"] == "client" and e["round"] == 2 for s in e["scores"]]
+    stages = ("train",)
+    if name == "metafed":
+        stages = ("warm_up", "train", "personalise")
+    experiment = toys.toy(
+        name,
+        plan=dict.fromkeys(stages, plan),
+        topology={"clients": 3},
+        partition="iid",
+        rounds=2,
+        stream={"kind": "classes", "tasks": 2, "order": [[0, 1, 4], [2, 3]], "head": "task"},
+        measure=(),
+    )
+
+    run(experiment, tmp_path / "run", toys.blobs())
+
+    scores = []
+    for event in read_journal(tmp_path / "run" / "journal.jsonl"):
+        if event["event"] == "client" and event["round"] == 2:
+            scores += event["scores"]
     assert scores
     assert min(scores) > 0.2, "one of two is right by chance"

@@ -1,4 +1,4 @@
-"""What others have too cannot be changed in place: neither by a client, nor by a measure."""
+"""Tensors that are shared cannot be changed in place, neither by a client nor by a measure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ pytestmark = pytest.mark.usefixtures("with_threads")
 
 @dataclass(frozen=True)
 class Written(ClientWork):
-    where: str
+    """A client that writes into received parameters in one of its functions."""
+
+    place: str
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
@@ -59,30 +61,31 @@ class Written(ClientWork):
         self.write("end", start["anchor"])
         return Payload(params=params), NOTHING
 
-    def write(self, where: str, tensors: Tensors) -> None:
-        for value in tensors.values() if self.where == where else ():
-            value.add_(1.0)
+    def write(self, place: str, tensors: Tensors) -> None:
+        if self.place == place:
+            for value in tensors.values():
+                value.add_(1.0)
 
 
 @dataclass(frozen=True)
 class Writing(FedAvg):
     """Averaging whose clients write into what they were sent.
 
-    where: begin, terms or end.
+    place: begin, terms or end.
     """
 
-    where: str = "begin"
+    place: str = "begin"
 
     def work(self, stage: Stage) -> ClientWork:
-        return Written(self.where)
+        return Written(self.place)
 
 
 @register("measure", "toy_writing")
 class WritingMeasure(Measure):
     """Writes into the state."""
 
-    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers:
-        for value in seen.after.params.values():
+    def look(self, result: StageResult, context: EvaluationContext) -> Numbers:
+        for value in result.after.params.values():
             value.zero_()
         return {"none": 0}
 
@@ -93,28 +96,30 @@ class WritingAtClient(Measure):
 
     gives = ("nothing",)
 
-    def at_client(self, seen: AtClient) -> Mapping[str, Any]:
-        for value in seen.end.values():
+    def at_client(self, client: AtClient) -> Mapping[str, Any]:
+        for value in client.end.values():
             value.zero_()
         return {"nothing": 0}
 
 
 @pytest.mark.parametrize("engine", ["serial", "pooled", "vectorised"])
-@pytest.mark.parametrize("where", ["begin", "terms", "end"])
+@pytest.mark.parametrize("place", ["begin", "terms", "end"])
 @pytest.mark.parametrize("failures", ["stop", "tolerate"])
 def test_a_client_that_writes_into_what_it_was_sent_ends_the_run(
-    engine: str, where: str, failures: str, tmp_path: Path
+    engine: str, place: str, failures: str, tmp_path: Path
 ) -> None:
-    if (engine, where) == ("vectorised", "terms"):
+    if (engine, place) == ("vectorised", "terms"):
         pytest.skip("there clients have what they were sent stacked, each its own")
-    if (toys.DEVICE, where) == ("cuda", "terms"):
+    if (toys.DEVICE, place) == ("cuda", "terms"):
         pytest.skip("there training has a copy of its own, on the card")
-    experiment = toys.toy(Writing(where=where), engine=engine, clients={"failures": failures})
-    who = r"Written\.begin" if where == "begin" else "Written"
+    experiment = toys.toy(Writing(place=place), engine=engine, clients={"failures": failures})
+    author = "Written"
     if engine == "pooled":
         # Another client that was sent the same tensors may notice it first, in its begin.
-        who = r"Written(\.begin)?"
-    line = rf"^{who} changes params\.\S+ at client \d, "
+        author = r"Written(\.begin)?"
+    elif place == "begin":
+        author = r"Written\.begin"
+    line = rf"^{author} changes params\.\S+ at client \d, "
     with pytest.raises(ChangedInPlace, match=line):
         run(experiment, tmp_path / "run", data=toys.blobs())
 
@@ -129,7 +134,6 @@ def test_a_measure_that_writes_into_the_run_ends_it(tmp_path: Path) -> None:
 
 
 def test_so_does_one_that_writes_into_a_clients_model(tmp_path: Path) -> None:
-    with pytest.raises(
-        ChangedInPlace, match=r"^WritingAtClient\.at_client changes end\.\S+ at client \d"
-    ):
+    line = r"^WritingAtClient\.at_client changes end\.\S+ at client \d"
+    with pytest.raises(ChangedInPlace, match=line):
         run(toys.toy(measure=("toy_writing_client",)), tmp_path / "run", data=toys.blobs())

@@ -17,6 +17,7 @@ from fedstill.config.resolve import resolve
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Examples, Plan, Stage, Step, TrainingStart, View
+from fedstill.core.trees import same_bits
 from fedstill.engines.clients import Batch, TrainingSetup
 from fedstill.engines.loop import TermSums, Trained, train
 from fedstill.models import contract
@@ -32,13 +33,17 @@ def prepared() -> Prepared:
     return in_double(prepare(resolve(toys.toy()), toys.blobs()))
 
 
-def trained(prepared: Prepared, plan: Plan, work: ClientWork | None = None, **carry: object):
+def trained(
+    prepared: Prepared, plan: Plan, work: ClientWork | None = None, **carry: object
+) -> Trained:
+    """The training of client 0 in the second round."""
     view = prepared.sites.view(0, STAGE)
     start = TrainingStart(prepared.world.initial(0), **carry)  # type: ignore[arg-type]
     return train(work or ClientWork(), start, view, setup_of(prepared, plan))
 
 
 def setup_of(prepared: Prepared, plan: Plan, **changes: object) -> TrainingSetup:
+    """The setup of a training in the second round."""
     values = {"plan": plan, "stage": STAGE, "inputs": prepared.sites.inputs, "seed": 7, **changes}
     return TrainingSetup(**values)  # type: ignore[arg-type]
 
@@ -53,7 +58,9 @@ def plain_loop(prepared: Prepared, plan: Plan) -> dict[str, Tensor]:
         optimiser: torch.optim.Optimizer = torch.optim.Adam(module.parameters(), **common)
     else:
         optimiser = torch.optim.SGD(module.parameters(), momentum=plan.momentum, **common)
-    x, y = prepared.sites.inputs.plain(view.data.values), view.data.labels
+
+    x = prepared.sites.inputs.plain(view.data.values)
+    y = view.data.labels
     order = generator(seed_for(7, 2, 0, 0, "order"))
     for _ in range(plan.epochs):
         for index in torch.randperm(len(y), generator=order).split(plan.batch):
@@ -62,7 +69,7 @@ def plain_loop(prepared: Prepared, plan: Plan) -> dict[str, Tensor]:
             if plan.clip_norm:
                 torch.nn.utils.clip_grad_norm_(module.parameters(), plan.clip_norm)
             optimiser.step()
-    return {k: v.detach() for k, v in module.state_dict().items()}
+    return dict(module.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -74,39 +81,39 @@ def plain_loop(prepared: Prepared, plan: Plan) -> dict[str, Tensor]:
     ],
 )
 def test_it_is_the_plain_loop(prepared: Prepared, plan: Plan) -> None:
-    ours, theirs = trained(prepared, plan).params, plain_loop(prepared, plan)
+    ours = trained(prepared, plan).params
+    theirs = plain_loop(prepared, plan)
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], rtol=NEAR, atol=NEAR)
 
 
-def test_what_it_starts_from_is_left_alone(prepared: Prepared) -> None:
-    before = {k: v.clone() for k, v in prepared.world.initial(0).items()}
+def test_training_does_not_change_its_start(prepared: Prepared) -> None:
+    copies = {name: entry.clone() for name, entry in prepared.world.initial(0).items()}
     trained(prepared, Plan(epochs=1, lr=0.1))
-    assert all(torch.equal(before[k], v) for k, v in prepared.world.initial(0).items())
+    assert same_bits(prepared.world.initial(0), copies)
 
 
 def test_losses_are_means_over_the_examples_of_the_last_epoch(prepared: Prepared) -> None:
-    """With steps too small to move anything, whatever the batches: a short last one counts by its
-    examples.
-    """
-    view, start = prepared.sites.view(0, STAGE), prepared.world.initial(0)
+    """Steps are too small to change the network. A short last batch counts by its examples."""
+    view = prepared.sites.view(0, STAGE)
+    start = prepared.world.initial(0)
     logits = predictor(view.model, start)(prepared.sites.inputs.plain(view.data.values))
     expected = torch.nn.functional.cross_entropy(logits, view.data.labels).item()
+    assert len(view.data) % 7, "the last batch of seven is short"
     for batch in (1, 7, 1000):
-        assert len(view.data) % 7
         result = trained(prepared, Plan(epochs=2, batch=batch, lr=1e-30))
-        assert result.losses == {"ce": pytest.approx(expected, rel=1e-5)}, (
-            "float32 sums of some tens of numbers"
-        )
+        # Float32 sums of some tens of numbers.
+        assert result.losses == {"ce": pytest.approx(expected, rel=1e-5)}
 
 
 def test_each_epochs_parameters_are_those_of_a_shorter_training(prepared: Prepared) -> None:
-    view, start = prepared.sites.view(0, STAGE), TrainingStart(prepared.world.initial(0))
+    view = prepared.sites.view(0, STAGE)
+    start = TrainingStart(prepared.world.initial(0))
     plan = Plan(epochs=3, batch=7, lr=0.05, momentum=0.9)
     result = train(ClientWork(), start, view, setup_of(prepared, plan, by_epoch=True))
     for epochs, params in enumerate(result.by_epoch, 1):
-        shorter = trained(prepared, replace(plan, epochs=epochs)).params
-        assert all(torch.equal(params[k], shorter[k]) for k in shorter)
+        shorter = trained(prepared, replace(plan, epochs=epochs))
+        assert same_bits(params, shorter.params)
     assert len(result.by_epoch) == 3
 
 
@@ -117,7 +124,7 @@ def test_steps_count_batches_over_several_epochs(prepared: Prepared) -> None:
 def test_no_epochs_train_nothing(prepared: Prepared) -> None:
     result = trained(prepared, Plan(epochs=0))
     assert result.result.steps == 0
-    assert all(torch.equal(result.params[k], v) for k, v in prepared.world.initial(0).items())
+    assert same_bits(result.params, prepared.world.initial(0))
 
 
 def test_a_client_without_examples_trains_nothing(prepared: Prepared) -> None:
@@ -137,23 +144,25 @@ class HeadOnly(ClientWork):
 @pytest.mark.parametrize("optimiser", ["sgd", "adam"])
 def test_frozen_parameters_keep_their_bits(prepared: Prepared, optimiser: str) -> None:
     plan = Plan(epochs=1, lr=0.01, optimiser=optimiser, weight_decay=0.1)  # type: ignore[arg-type]
-    after, before = trained(prepared, plan, HeadOnly()).params, prepared.world.initial(0)
-    assert all(torch.equal(after[k], before[k]) == (not k.startswith("head.")) for k in before)
+    trained_params = trained(prepared, plan, HeadOnly()).params
+    initial_params = prepared.world.initial(0)
+    for name, entry in initial_params.items():
+        is_frozen = not name.startswith("head.")
+        assert torch.equal(trained_params[name], entry) == is_frozen
 
 
 @dataclass(frozen=True)
 class Halted(ClientWork):
-    """Settles every step back to where it began."""
+    """Undoes each step, and counts it in the trace."""
 
-    def after_step(self, before, grads, after, trace, start):  # type: ignore[no-untyped-def]
-        return before, {"steps": trace["steps"] + 1}
+    def after_step(self, params_before, grads, params_after, trace, start):  # type: ignore[no-untyped-def]
+        return params_before, {"steps": trace["steps"] + 1}
 
 
-def test_settle_has_the_last_word_on_every_step(prepared: Prepared) -> None:
-    result = trained(
-        prepared, Plan(epochs=2, batch=10, lr=0.1), Halted(), trace={"steps": torch.zeros(())}
-    )
-    assert all(torch.equal(result.params[k], v) for k, v in prepared.world.initial(0).items())
+def test_parameters_after_a_step_are_those_that_after_step_returns(prepared: Prepared) -> None:
+    plan = Plan(epochs=2, batch=10, lr=0.1)
+    result = trained(prepared, plan, Halted(), trace={"steps": torch.zeros(())})
+    assert same_bits(result.params, prepared.world.initial(0))
     assert result.result.trace["steps"] == result.result.steps > 0
 
 
@@ -178,10 +187,8 @@ class FromTeacher(ClientWork):
         with torch.no_grad():
             expected = functional_call(module, dict(start.teachers["t"]), (x,))  # type: ignore[call-overload]
         torch.testing.assert_close(step.teacher("t"), expected, rtol=NEAR, atol=NEAR)
-        return {
-            "ce": super().terms(step, start)["ce"],
-            "far": (step.logits() - step.teacher("t")).square().sum(1),
-        }
+        difference = step.logits() - step.teacher("t")
+        return {**super().terms(step, start), "far": difference.square().sum(1)}
 
 
 @pytest.mark.parametrize("augment", [(), ("flip",)])
@@ -192,9 +199,8 @@ def test_a_teacher_gives_the_same_looked_up_or_run(
     start = prepared.world.initial(0)
     carry = TrainingStart(start, teachers={"t": start}, constants={"spec": view.model})
     inputs = replace(prepared.sites.inputs, steps=augment)
-    result = train(
-        FromTeacher(), carry, view, setup_of(prepared, Plan(epochs=2, lr=0.01), inputs=inputs)
-    )
+    setup = setup_of(prepared, Plan(epochs=2, lr=0.01), inputs=inputs)
+    result = train(FromTeacher(), carry, view, setup)
     assert set(result.losses) == {"ce", "far"}
 
 
@@ -204,39 +210,42 @@ def test_early_stopping_keeps_the_best_epoch() -> None:
     view = ready.sites.view(0, STAGE)
     assert view.validation is not None
     assert len(view.validation) + len(view.data) == int(view.counts.sum())
-    work, plans = ClientWork(), ready.world.plans["train"]
+    work = ClientWork()
+    train_plan = ready.world.plans["train"]
     start = TrainingStart(ready.world.initial(0))
-    result = train(work, start, view, setup_of(ready, plans))
+
+    result = train(work, start, view, setup_of(ready, train_plan))
+
     assert result.epochs < 40
-    each = [replace(plans, epochs=e + 1, patience=0, keep="last") for e in range(result.epochs)]
-    runs = [train(work, start, view, setup_of(ready, p)) for p in each]
-    best = max(work.validation_score(r.params, view) for r in runs)
-    assert work.validation_score(result.params, view) == best
+    scores = []
+    for epochs in range(1, result.epochs + 1):
+        shorter_plan = replace(train_plan, epochs=epochs, patience=0, keep="last")
+        shorter = train(work, start, view, setup_of(ready, shorter_plan))
+        scores.append(work.validation_score(shorter.params, view))
+    assert work.validation_score(result.params, view) == max(scores)
 
 
 def test_dropout_draws_by_key() -> None:
     experiment = toys.toy(model="simple_cnn")
     ready = prepare(resolve(experiment), toys.blobs_of(8))
     view = ready.sites.view(0, STAGE)
-    start, plan = TrainingStart(ready.world.initial(0)), Plan(epochs=1, lr=0.1)
+    start = TrainingStart(ready.world.initial(0))
+    plan = Plan(epochs=1, lr=0.1)
+
     first = train(ClientWork(), start, view, setup_of(ready, plan)).params
     torch.manual_seed(99)
     second = train(ClientWork(), start, view, setup_of(ready, plan)).params
-    other = train(ClientWork(), start, view, setup_of(ready, plan, seed=8)).params
-    assert all(torch.equal(first[k], second[k]) for k in first)
-    assert any(not torch.equal(first[k], other[k]) for k in first)
+    of_another_seed = train(ClientWork(), start, view, setup_of(ready, plan, seed=8)).params
+
+    assert same_bits(first, second)
+    assert not same_bits(first, of_another_seed)
 
 
-@dataclass(frozen=True)
 class InParts(ClientWork):
-    """Takes the network apart: what its parts give is what the whole one does."""
-
-    whole: bool
+    """Runs parts of the network one after another, and checks that they give its logits."""
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        if self.whole:
-            return super().terms(step, start)
-        level, activations = list(step.run(run_to_levels).activations.items())[-1]
+        *_, (level, activations) = step.run(run_to_levels).activations.items()
         logits = step.run_teacher("t", run_from_level, activations, level)
         torch.testing.assert_close(logits, step.teacher("t"), rtol=NEAR, atol=NEAR)
         z = step.head(step.run(contract.run_part, "body"))
@@ -245,14 +254,12 @@ class InParts(ClientWork):
 
 
 def test_parts_of_the_network_in_a_step_are_those_of_the_whole(prepared: Prepared) -> None:
-    """In the first step, in which the teacher is the student; and the gradient reaches all
-    entries.
-    """
-    plan, teacher = Plan(steps=1, epochs=0, batch=10, lr=0.1), {"t": prepared.world.initial(0)}
-    ours, theirs = (
-        trained(prepared, plan, InParts(whole), teachers=teacher).params for whole in (False, True)
-    )
-    assert all(torch.equal(ours[k], v) for k, v in theirs.items())
+    """The teacher is the student of the first step. The gradient reaches all entries."""
+    plan = Plan(steps=1, epochs=0, batch=10, lr=0.1)
+    teacher = {"t": prepared.world.initial(0)}
+    in_parts = trained(prepared, plan, InParts(), teachers=teacher)
+    plain = trained(prepared, plan, ClientWork(), teachers=teacher)
+    assert same_bits(in_parts.params, plain.params)
 
 
 @dataclass(frozen=True)
@@ -261,13 +268,13 @@ class Tracing(ClientWork):
 
     def after_step(
         self,
-        before: dict[str, Tensor],
-        gradients: dict[str, Tensor],
-        after: dict[str, Tensor],
+        params_before: dict[str, Tensor],
+        grads: dict[str, Tensor],
+        params_after: dict[str, Tensor],
         trace: dict[str, Tensor],
         start: TrainingStart,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        return after, {"steps": trace["steps"] + 1}
+        return params_after, {"steps": trace["steps"] + 1}
 
     def validation_score(self, params: dict[str, Tensor], view: View) -> float:
         key = next(iter(params))
@@ -293,22 +300,25 @@ def test_the_result_of_the_best_epoch_has_its_steps_and_its_trace(prepared: Prep
 
 def test_an_epoch_that_begins_without_examples_forgets_the_last_ones_losses() -> None:
     """Private training may sample no example."""
-    sums = TermSums()
-    no_examples = torch.zeros(0, dtype=torch.int64)
-    for begins, size, loss in [(True, 2, 10.0), (True, 0, None), (False, 3, 1.0)]:
-        batch = Batch(
-            positions=no_examples,
-            rows=no_examples,
+    positions = torch.zeros(0, dtype=torch.int64)
+
+    def batch_of(size: int, begins_epoch: bool) -> Batch:
+        return Batch(
+            positions=positions,
+            rows=positions,
             mask=None,
             epoch=0,
             sizes=size,
-            begins_epoch=begins,
+            begins_epoch=begins_epoch,
             counts=(size,),
             progress=(),
             ending=(),
         )
-        terms = {} if loss is None else {"ce": torch.tensor(loss)}
-        sums.add(terms, batch)
+
+    sums = TermSums()
+    sums.add({"ce": torch.tensor(10.0)}, batch_of(2, begins_epoch=True))
+    sums.add({}, batch_of(0, begins_epoch=True))
+    sums.add({"ce": torch.tensor(1.0)}, batch_of(3, begins_epoch=False))
     assert sums.means(1) == [{"ce": 1.0}]
 
 
@@ -316,21 +326,17 @@ def test_an_epoch_that_begins_without_examples_forgets_the_last_ones_losses() ->
 def test_a_teacher_with_batch_statistics_sees_the_students_batch(norm: str) -> None:
     """Then a student that equals its teacher has no distance from it."""
     model = {"name": "resnet10", "norm": norm}
-    ready = prepare(
-        resolve(toys.toy("fedntd", model=model, measure=())), toys.blobs_of(16, size=120)
-    )
+    experiment = toys.toy("fedntd", model=model, measure=())
+    ready = prepare(resolve(experiment), toys.blobs_of(16, size=120))
     stage = ready.settings.schedule(1, ready.world)[0]
     view = ready.sites.view(stage.clients[0], stage)
     assert len(view.data) % 8
     params = ready.world.initial(0)
     start = TrainingStart(params, teachers={"global": params})
     plan = Plan(epochs=1, batch=8, lr=1e-12)
-    losses = trained_by(ready, start, view, plan).losses
+    setup = TrainingSetup(plan=plan, stage=stage, inputs=ready.sites.inputs, seed=7)
+
+    losses = train(ready.settings.method.work(stage), start, view, setup).losses
+
     assert losses["not_true"] == pytest.approx(0.0, abs=1e-6)
     assert losses["ce"] > 0.1
-
-
-def trained_by(ready: Prepared, start: TrainingStart, view: View, plan: Plan) -> Trained:
-    stage = ready.settings.schedule(1, ready.world)[0]
-    setup = TrainingSetup(plan=plan, stage=stage, inputs=ready.sites.inputs, seed=7)
-    return train(ready.settings.method.work(stage), start, view, setup)

@@ -33,8 +33,11 @@ def memory(request: pytest.FixtureRequest, tmp_path: Path) -> Memory:
 
 
 def remembered(memory: Memory, client: int) -> int | None:
+    """The number in a client's state, or None if it has no state."""
     payload = memory.load(client)
-    return int(payload.number("number")) if payload else None
+    if payload:
+        return int(payload.number("number"))
+    return None
 
 
 def test_what_is_held_counts_once_it_is_committed(memory: Memory) -> None:
@@ -90,8 +93,8 @@ def test_files_that_no_checkpoint_names_are_deleted_and_others_left(tmp_path: Pa
         memory.commit(stage(round), [0])
     (tmp_path / "notes.txt").write_text("mine")
     memory.prune({"client0-round3-stage0.safetensors", "client0-round2-stage0.safetensors"})
-    left = {p.name for p in tmp_path.iterdir()}
-    assert left == {
+    remaining = {p.name for p in tmp_path.iterdir()}
+    assert remaining == {
         "client0-round2-stage0.safetensors",
         "client0-round3-stage0.safetensors",
         "notes.txt",
@@ -106,16 +109,16 @@ def test_a_damaged_file_names_the_client(damage: str, tmp_path: Path) -> None:
     memory.hold(1, said(1))
     memory.commit(stage(1), [1])
     path = tmp_path / memory.index[1][0]
-    whole = path.read_bytes()
+    content = path.read_bytes()
     match damage:
         case "cut":
-            path.write_bytes(whole[:-1])
+            path.write_bytes(content[:-1])
         case "flipped":
-            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         case "gone":
             path.unlink()
         case "another":
-            path.write_bytes(encode(said(2)))  # whole, but of another run
+            path.write_bytes(encode(said(2)))  # intact, but of another run
     with pytest.raises(CorruptFile, match=rf"{path.name}.*client 1"):
         memory.load(1)
     memory.index.clear()
@@ -138,8 +141,8 @@ def test_of_what_is_remembered_already() -> None:
 
 def test_what_is_to_be_kept_is_what_the_client_remembered_before(tmp_path: Path) -> None:
     for memory in (Memory(), StoredMemory(tmp_path)):
-        for index, given in enumerate((Payload(visits=3), KEEP)):
-            memory.hold(1, given)
+        for index, state in enumerate((Payload(visits=3), KEEP)):
+            memory.hold(1, state)
             memory.hold(2, KEEP)
             memory.commit(Stage(1, index, "train", (1, 2)), (1, 2))
         assert memory.load(1).number("visits") == 3

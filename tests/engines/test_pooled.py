@@ -1,5 +1,5 @@
-"""The pooled engine: what may go wrong when clients train side by side. Its bits are tested for
-every method.
+"""The pooled engine: faults that threads could cause. ``test_every_method.py`` compares its bits
+with those of the serial engine.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, TrainingStart, View, World
+from fedstill.core.trees import same_bits
 from fedstill.engines.hardware import workers
 from fedstill.engines.pooled import LIGHT_FLOPS, PooledEngine
 from fedstill.engines.serial import Memory
@@ -38,17 +39,19 @@ def ready() -> Prepared:
 
 
 def pooled(ready: Prepared, count: int, memory: Memory | None = None) -> PooledEngine:
+    """An engine with so many workers."""
     return PooledEngine(ready.world, ready.sites, memory or Memory(), workers=count)
 
 
-def sent(ready: Prepared, stage: Stage = STAGE) -> dict[int, Payload]:
-    return {c: Payload(params=ready.world.initial(c)) for c in stage.clients}
+def payloads(ready: Prepared, stage: Stage = STAGE) -> dict[int, Payload]:
+    """Initial parameters for the clients of a stage."""
+    return {client: Payload(params=ready.world.initial(client)) for client in stage.clients}
 
 
 @dataclass(frozen=True)
 class Meeting(ClientWork):
-    """Clients that wait for each other, notice how many threads torch gives them, and of whom one
-    fails.
+    """Clients that wait for each other. Client 2 fails, and so do all that have several torch
+    threads.
     """
 
     barrier: threading.Barrier
@@ -67,10 +70,12 @@ class Meeting(ClientWork):
 def test_clients_act_side_by_side_and_one_that_fails_is_a_reply(ready: Prepared) -> None:
     torch.set_num_threads(2)
     engine = pooled(ready, 3)
-    replies = engine.run(Meeting(threading.Barrier(3)), STAGE, sent(ready), 7)
+    replies = engine.run(Meeting(threading.Barrier(3)), STAGE, payloads(ready), 7)
     engine.close()
-    assert [r.client for r in replies] == list(STAGE.clients), "in the order of the schedule"
-    (failed,) = (r for r in replies if r.failure)
+
+    clients = [reply.client for reply in replies]
+    assert clients == list(STAGE.clients), "in the order of the schedule"
+    (failed,) = (reply for reply in replies if reply.failure)
     assert failed.client == 2
     assert re.fullmatch(
         r"RuntimeError: the disk of this site is gone \(test_pooled.py, line \d+, in begin\)",
@@ -83,40 +88,47 @@ def test_a_damaged_memory_ends_the_stage(ready: Prepared, tmp_path: Path) -> Non
     memory.index[1] = ("gone.safetensors", "0" * 64)
     engine = pooled(ready, 2, memory)
     with pytest.raises(CorruptFile, match="client 1"):
-        engine.run(ClientWork(), STAGE, sent(ready), 7)
+        engine.run(ClientWork(), STAGE, payloads(ready), 7)
     engine.close()
 
 
 @dataclass(frozen=True)
 class Named(ClientWork):
-    """Clients that tell the thread they are in."""
+    """Clients that note the name of their thread."""
 
-    seen: list[str]
+    threads: list[str]
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        self.seen.append(threading.current_thread().name)
+        self.threads.append(threading.current_thread().name)
         return super().begin(payload, client_state, view, world)
 
 
-@pytest.mark.parametrize("why", ["dropout", "one client", "small"])
-def test_what_gains_nothing_or_draws_from_one_generator_stays_in_one_thread(
-    ready: Prepared, why: str
+@pytest.mark.parametrize("reason", ["dropout", "one client", "small"])
+def test_stages_that_gain_nothing_or_draw_from_one_generator_stay_in_one_thread(
+    ready: Prepared, reason: str
 ) -> None:
-    if why == "dropout":
+    if reason == "dropout":
         ready = prepare(resolve(toys.toy(model="simple_cnn")), toys.blobs_of(8))
-    stage = Stage(1, 0, "train", (3,), sequential=True) if why == "one client" else STAGE
-    work = Named([])
+    stage = STAGE
+    if reason == "one client":
+        stage = Stage(1, 0, "train", (3,), sequential=True)
     engine = pooled(ready, 3)
-    engine.light_flops = LIGHT_FLOPS if why == "small" else 0.0
-    assert not any(r.failure for r in engine.run(work, stage, sent(ready, stage), 7))
-    assert set(work.seen) == {threading.current_thread().name}
+    engine.light_flops = 0.0
+    if reason == "small":
+        engine.light_flops = LIGHT_FLOPS
+    work = Named([])
+
+    replies = engine.run(work, stage, payloads(ready, stage), 7)
+
+    assert not any(reply.failure for reply in replies)
+    assert set(work.threads) == {threading.current_thread().name}
 
 
 def test_initial_weights_are_the_same_while_other_threads_build_modules() -> None:
     spec = contract.spec_for("mlp", (1, 4, 4), 5, {"hidden": (8,)})
-    want = contract.initial(spec, 3)
+    expected = contract.initial(spec, 3)
     stop = threading.Event()
 
     def build() -> None:
@@ -124,42 +136,45 @@ def test_initial_weights_are_the_same_while_other_threads_build_modules() -> Non
             contract._modules.__dict__.clear()
             contract.module(spec)
 
-    others = [threading.Thread(target=build) for _ in range(2)]
-    for other in others:
-        other.start()
+    builders = [threading.Thread(target=build) for _ in range(2)]
+    for builder in builders:
+        builder.start()
     try:
         for _ in range(100):
-            got = contract.initial(spec, 3)
-            assert all(torch.equal(got[k], want[k]) for k in want)
+            assert same_bits(contract.initial(spec, 3), expected)
     finally:
         stop.set()
-        for other in others:
-            other.join()
+        for builder in builders:
+            builder.join()
 
 
-@pytest.mark.parametrize("said", ["0", "many", "-1", "1.5"])
+@pytest.mark.parametrize("count", ["0", "many", "-1", "1.5"])
 def test_a_number_of_workers_that_is_none_is_refused(
-    said: str, monkeypatch: pytest.MonkeyPatch
+    count: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FEDSTILL_WORKERS", said)
+    monkeypatch.setenv("FEDSTILL_WORKERS", count)
     with pytest.raises(ConfigError, match="FEDSTILL_WORKERS"):
         workers()
 
 
 @pytest.mark.parametrize(
-    ("said", "spins"),
+    ("variables", "spins"),
     [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
 )
 def test_waiting_threads_fall_asleep_soon_unless_told_otherwise(
-    said: dict[str, str], spins: str | None
+    variables: dict[str, str], spins: str | None
 ) -> None:
-    kept = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    environment = dict(os.environ)
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        environment.pop(name, None)
     code = "import fedstill, os; print(os.environ.get('GOMP_SPINCOUNT'))"
-    done = subprocess.run(
+
+    output = subprocess.run(
         [sys.executable, "-c", code],
-        env={**kept, **said},
+        env={**environment, **variables},
         capture_output=True,
         text=True,
         check=True,
-    )
-    assert done.stdout.strip() == str(spins)
+    ).stdout
+
+    assert output.strip() == str(spins)

@@ -1,5 +1,5 @@
-"""Replies kept for other runs: trained once, the same bits, and a damaged file is noticed and made
-anew.
+"""Replies that are stored for other runs: clients train once, results have the same bits, and a
+damaged file is replaced.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ pytestmark = pytest.mark.usefixtures("with_threads")
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of replies in a new cache."""
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "replies"
 
 
 @pytest.fixture
 def fits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Which stages and clients are trained."""
+    """The stage and the client of each training."""
     trained: list[tuple[str, int]] = []
     loop = serial.train
 
@@ -63,39 +64,51 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def experiment(method: object, reuse: bool = True, **changes: object) -> Experiment:
-    given = {
+    """One round among peers, who raise queries."""
+    values = {
         "rounds": 1,
         "topology": {"clients": 6},
         "query": {"draw": "single", "fewer_than": 5},
         "reuse": reuse,
+        "plan": {"epochs": 1, "batch": 20},
     }
-    return toys.toy(method, **{**given, "plan": {"epochs": 2, "batch": 10}, **changes})
+    return toys.toy(method, **{**values, **changes})
 
 
-def bits(folder: Path) -> list[object]:
+def events_of(folder: Path) -> list[object]:
+    """The journal of a run without times."""
     return without_times(read_journal(folder / "journal.jsonl"))
 
 
 def fitted(trained: list[tuple[str, int]]) -> list[int]:
-    return sorted(c for name, c in trained if name == "fit")
+    """The clients that were trained alone."""
+    return sorted(client for stage, client in trained if stage == "fit")
+
+
+ALL_CLIENTS = [0, 1, 2, 3, 4, 5]
 
 
 def test_a_second_method_trains_nobody_alone_again_and_has_the_same_bits(
     cache: Path, fits: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     run(experiment("local_only"), tmp_path / "local", toys.blobs())
-    assert fitted(fits) == [0, 1, 2, 3, 4, 5]
+    assert fitted(fits) == ALL_CLIENTS
+
     fits.clear()
     run(experiment("qkt"), tmp_path / "reused", toys.blobs())
     assert fitted(fits) == []
     assert ("refine", 1) in fits
+
     run(experiment("qkt", reuse=False), tmp_path / "anew", toys.blobs())
-    assert fitted(fits) == [0, 1, 2, 3, 4, 5]
-    assert bits(tmp_path / "reused") == bits(tmp_path / "anew")
-    events = [
-        e for e in read_journal(tmp_path / "reused" / "journal.jsonl") if e.get("name") == "fit"
-    ]
-    assert all(e["seconds_training"] == 0 and e["seconds_reused"] > 0 for e in events)
+    assert fitted(fits) == ALL_CLIENTS
+    assert events_of(tmp_path / "reused") == events_of(tmp_path / "anew")
+
+    journal = read_journal(tmp_path / "reused" / "journal.jsonl")
+    fit_events = [event for event in journal if event.get("name") == "fit"]
+    assert fit_events
+    for event in fit_events:
+        assert event["seconds_training"] == 0
+        assert event["seconds_reused"] > 0
 
 
 def test_a_method_of_many_rounds_takes_the_same_models_to_compare_with(
@@ -103,18 +116,23 @@ def test_a_method_of_many_rounds_takes_the_same_models_to_compare_with(
 ) -> None:
     run(experiment("local_only"), tmp_path / "local", toys.blobs())
     fits.clear()
-    plan = {"train": {"epochs": 1}, "epochs": 2, "batch": 10}
-    method = {"name": "ft_fedavg"}
-    changes = {"rounds": 2, "topology": {"clients": 6, "first": "fit"}, "plan": plan}
-    run(experiment(method, **changes), tmp_path / "ft", toys.blobs())
+    fine_tuned = experiment(
+        "ft_fedavg",
+        rounds=2,
+        topology={"clients": 6, "first": "fit"},
+    )
+    run(fine_tuned, tmp_path / "ft", toys.blobs())
     assert fitted(fits) == []
     last = read_journal(tmp_path / "ft" / "journal.jsonl")[-1]
     assert last["query_gain"] is not None
 
 
-@pytest.mark.parametrize("method", ["fedavg_once", "pfnm"])
+SHORT_SEARCH = {"name": "pfnm", "gamma": (1.0,), "variance": (1.0,), "prior_variance": (1.0,)}
+
+
+@pytest.mark.parametrize("method", ["fedavg_once", SHORT_SEARCH], ids=["fedavg_once", "pfnm"])
 def test_the_states_of_clients_are_reused_with_their_replies(
-    cache: Path, tmp_path: Path, method: str
+    cache: Path, tmp_path: Path, method: object
 ) -> None:
     """In each task, a client continues from its own model of the previous one."""
     changes = {"topology": {"clients": 6}, "stream": {"kind": "classes", "tasks": 3}}
@@ -123,7 +141,7 @@ def test_the_states_of_clients_are_reused_with_their_replies(
         run(toys.toy(method, reuse=True, **changes), tmp_path / name, toys.blobs())
         model = (tmp_path / name / "model.safetensors").read_bytes()
         assert model == (tmp_path / "anew" / "model.safetensors").read_bytes()
-        assert bits(tmp_path / name) == bits(tmp_path / "anew")
+        assert events_of(tmp_path / name) == events_of(tmp_path / "anew")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +162,7 @@ def test_what_a_reply_depends_on_makes_another_key(
     run(experiment("local_only"), tmp_path / "one", toys.blobs())
     fits.clear()
     run(experiment("local_only", **changes), tmp_path / "two", toys.blobs())
-    assert fitted(fits) == [0, 1, 2, 3, 4, 5]
+    assert fitted(fits) == ALL_CLIENTS
 
 
 def test_labels_of_the_public_set_count_where_clients_are_measured(
@@ -166,12 +184,21 @@ class Weighted(ClientWork):
 
 
 def test_own_tests_and_tensors_of_the_work_are_part_of_what_a_reply_depends_on() -> None:
-    spec, draw = contract.spec_for("logistic", (4,), 3, {}), torch.Generator().manual_seed(1)
-    own, test, other = (
-        Examples(torch.randn(6, 4, generator=draw), torch.arange(6) % 3) for _ in range(3)
-    )
+    spec = contract.spec_for("logistic", (4,), 3, {})
+    draw = torch.Generator().manual_seed(1)
+
+    def examples() -> Examples:
+        return Examples(torch.randn(6, 4, generator=draw), torch.arange(6) % 3)
+
     plain = View(
-        0, spec, own, torch.tensor([2, 2, 2]), None, None, None, ModelPasses(spec, Inputs())
+        client=0,
+        model=spec,
+        data=examples(),
+        counts=torch.tensor([2, 2, 2]),
+        public=None,
+        validation=None,
+        test=None,
+        passes=ModelPasses(spec, Inputs()),
     )
     inputs = ReplyInputs(
         work=ClientWork(),
@@ -184,16 +211,14 @@ def test_own_tests_and_tensors_of_the_work_are_part_of_what_a_reply_depends_on()
         measured=(),
         further=(),
     )
-    keys = {
-        key_of(replace(inputs, view=view))
-        for view in (
-            plain,
-            replace(plain, test=test),
-            replace(plain, test=other),
-            replace(plain, test=test),
-        )
-    }
-    assert len(keys) == 3
+
+    def key_with_test(test: Examples | None) -> str:
+        return key_of(replace(inputs, view=replace(plain, test=test)))
+
+    test = examples()
+    assert key_with_test(test) == key_with_test(test)
+    assert len({key_with_test(None), key_with_test(test), key_with_test(examples())}) == 3
+
     large = torch.zeros(2000)
     changed = large.clone()
     changed[1000] = 1.0
@@ -213,18 +238,19 @@ def test_a_damaged_file_is_noticed_and_made_anew(
     run(experiment("local_only"), tmp_path / "one", toys.blobs())
     files = sorted(cache.glob("*.reply"))
     assert len(files) == 6
-    whole = files[0].read_bytes()
-    middle = len(whole) // 2
-    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
-    files[0].write_bytes(
-        {"cut": whole[:-9], "flipped": flipped, "empty": b"", "other": b"x" * 200}[damage]
-    )
+    intact = files[0].read_bytes()
+    flipped = bytearray(intact)
+    flipped[len(intact) // 2] ^= 1
+    contents = {"cut": intact[:-9], "flipped": flipped, "empty": b"", "other": b"x" * 200}
+    files[0].write_bytes(contents[damage])
+
     fits.clear()
     with caplog.at_level(logging.WARNING, logger="fedstill.reuse"):
         run(experiment("local_only"), tmp_path / "two", toys.blobs())
+
     assert len(fitted(fits)) == 1
     assert "damaged" in caplog.text
-    assert bits(tmp_path / "one") == bits(tmp_path / "two")
+    assert events_of(tmp_path / "one") == events_of(tmp_path / "two")
     assert sorted(cache.glob("*.reply")) == files
 
 
@@ -238,7 +264,7 @@ def test_a_client_that_failed_is_not_kept_and_those_that_finished_are(
             raise KeyboardInterrupt
         return counted(work, start, view, setup)
 
-    one_by_one = replace(experiment("local_only"), engine="serial")
+    one_by_one = experiment("local_only", engine="serial")
     monkeypatch.setattr(serial, "train", killed)
     with pytest.raises(KeyboardInterrupt):
         run(one_by_one, tmp_path / "killed", toys.blobs())
@@ -254,7 +280,8 @@ def test_a_folder_that_cannot_be_written_costs_time_and_nothing_else(
     cache.parent.mkdir()
     cache.write_text("a file where a folder should be")
     run(experiment("local_only"), tmp_path / "run", toys.blobs())
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["query_average_accuracy"] > 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["query_average_accuracy"] > 0
     assert "replies are not stored" in caplog.text
 
 
@@ -263,21 +290,24 @@ def test_those_not_used_for_longest_make_room(
 ) -> None:
     run(experiment("local_only"), tmp_path / "one", toys.blobs())
     files = sorted(cache.glob("*.reply"))
-    assert {p.name for p in (cache / "locks").iterdir()} == {p.stem[:LOCK_DIGITS] for p in files}, (
-        "no lock for each"
-    )
+    locks = {path.name for path in (cache / "locks").iterdir()}
+    assert locks == {path.stem[:LOCK_DIGITS] for path in files}, "replies share locks"
     for age, path in enumerate(files):
         os.utime(path, (1e9 - age, 1e9 - age))
-    used = files[-1]  # the oldest, until it serves again
-    size = max(p.stat().st_size for p in files)
-    monkeypatch.setenv("FEDSTILL_REUSE_GB", str(3.5 * size / 1e9))
-    kept = StoredReplies(cache, frozenset({"fit"}), reuse_bytes())
-    assert kept.entry(used.stem, pytest.fail).reply.client >= 0
-    made = CachedReply(Reply(9, Payload(params={"w": torch.zeros(1)}), 1))
-    assert kept.entry("another", lambda: made) is made
-    left = {p.stem for p in cache.glob("*.reply")}
-    assert left == {"another", used.stem, files[0].stem, files[1].stem}
-    assert sum(p.stat().st_size for p in cache.glob("*.reply")) <= 3.5 * size
+    oldest = files[-1]
+    bound = 3.5 * max(path.stat().st_size for path in files)
+
+    monkeypatch.setenv("FEDSTILL_REUSE_GB", str(bound / 1e9))
+    replies = StoredReplies(cache, frozenset({"fit"}), reuse_bytes())
+    assert replies.entry(oldest.stem, pytest.fail).reply.client >= 0, "it is used, so it is new"
+    new_reply = CachedReply(Reply(9, Payload(params={"w": torch.zeros(1)}), 1))
+    assert replies.entry("another", lambda: new_reply) is new_reply
+
+    remaining = list(cache.glob("*.reply"))
+    names = {path.stem for path in remaining}
+    assert names == {"another", oldest.stem, files[0].stem, files[1].stem}
+    assert sum(path.stat().st_size for path in remaining) <= bound
+
     monkeypatch.setenv("FEDSTILL_REUSE_GB", "0")
     run(experiment("local_only", seed=8), tmp_path / "none", toys.blobs())
     assert not list(cache.glob("*.reply"))
@@ -286,18 +316,19 @@ def test_those_not_used_for_longest_make_room(
 def test_where_no_lock_can_be_written_what_is_kept_serves_and_one_line_warns(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = StoredReplies(cache, frozenset({"fit"}), reuse_bytes())
-    made = CachedReply(Reply(0, Payload(params={"w": torch.zeros(1)}), 1))
-    kept.entry("before", lambda: made)
+    replies = StoredReplies(cache, frozenset({"fit"}), reuse_bytes())
+    new_reply = CachedReply(Reply(0, Payload(params={"w": torch.zeros(1)}), 1))
+    replies.entry("before", lambda: new_reply)
 
     def refused(lock: FileLock, *_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), lock.lock_file)
 
     monkeypatch.setattr(FileLock, "acquire", refused)
-    assert kept.entry("before", pytest.fail).reply.client == 0
-    assert kept.entry("another", lambda: made) is made
-    warned = [record.getMessage() for record in caplog.records]
-    assert warned == [f"replies are not stored in {cache} for other runs: Read-only file system"]
+    assert replies.entry("before", pytest.fail).reply.client == 0
+    assert replies.entry("another", lambda: new_reply) is new_reply
+    (record,) = caplog.records
+    warning = f"replies are not stored in {cache} for other runs: Read-only file system"
+    assert record.getMessage() == warning
 
 
 def test_a_cache_folder_that_is_a_file_is_refused(
@@ -309,10 +340,10 @@ def test_a_cache_folder_that_is_a_file_is_refused(
         cache_folder()
 
 
-@pytest.mark.parametrize("said", ["much", "-1", "nan", "inf"])
+@pytest.mark.parametrize("bound", ["much", "-1", "nan", "inf"])
 def test_a_bound_that_is_none_is_one_clear_line(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, said: str
+    cache: Path, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
-    monkeypatch.setenv("FEDSTILL_REUSE_GB", said)
-    with pytest.raises(ConfigError, match=f"FEDSTILL_REUSE_GB = '{said}'"):
+    monkeypatch.setenv("FEDSTILL_REUSE_GB", bound)
+    with pytest.raises(ConfigError, match=f"FEDSTILL_REUSE_GB = '{bound}'"):
         reuse_bytes()

@@ -63,13 +63,14 @@ class Dropping(nn.Module):
 
     def __init__(self, classes: int) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, classes)
+        self.first = nn.Linear(16, 16)
+        self.last = nn.Linear(16, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(
-            functional.dropout(self.first(x.flatten(1)).relu(), 0.5, self.training)
-        )
-        return y
+        features = self.first(x.flatten(1)).relu()
+        features = functional.dropout(features, 0.5, self.training)
+        logits: Tensor = self.last(features)
+        return logits
 
 
 @register("model", "toy_gru")
@@ -82,8 +83,9 @@ class Recurrent(nn.Module):
         self.last = nn.Linear(8, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.rnn(x.squeeze(1))[0].mean(1))
-        return y
+        outputs, _ = self.rnn(x.squeeze(1))
+        logits: Tensor = self.last(outputs.mean(1))
+        return logits
 
 
 @register("model", "toy_noisy")
@@ -95,32 +97,34 @@ class Noisy(nn.Module):
         self.last = nn.Linear(16, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last((x + torch.randn_like(x)).flatten(1))
-        return y
+        noisy = x + torch.randn_like(x)
+        logits: Tensor = self.last(noisy.flatten(1))
+        return logits
+
+
+def shaken(params: Tensors) -> Tensors:
+    """Parameters with noise."""
+    return {name: entry + 0.1 * torch.randn_like(entry) for name, entry in params.items()}
 
 
 @dataclass(frozen=True)
 class Shaken(ClientWork):
-    """Noise where a method asks for it."""
+    """A client's part that draws noise in one of its functions."""
 
-    where: str
+    place: str
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        return TrainingStart(
-            {k: v + 0.1 * torch.randn_like(v) for k, v in payload.params.items()}
-            if self.where == "begin"
-            else payload.params
-        )
+        if self.place == "begin":
+            return TrainingStart(shaken(payload.params))
+        return TrainingStart(payload.params)
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         logits = step.logits()
-        return {
-            "ce": cross_entropy(
-                logits + torch.randn_like(logits) if self.where == "terms" else logits, step.y
-            )
-        }
+        if self.place == "terms":
+            logits = logits + torch.randn_like(logits)
+        return {"ce": cross_entropy(logits, step.y)}
 
     def end(
         self,
@@ -130,8 +134,8 @@ class Shaken(ClientWork):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload]:
-        if self.where == "end":
-            params = {k: v + 0.1 * torch.randn_like(v) for k, v in params.items()}
+        if self.place == "end":
+            params = shaken(params)
         return Payload(params=params), NOTHING
 
 
@@ -140,74 +144,81 @@ class Shaken(ClientWork):
 class Shaking(FedAvg):
     """Averaging with noise from torch's global generator.
 
-    where: begin, terms, end, fold or setup.
+    place: begin, terms, end, fold or setup.
     """
 
-    where: str = "terms"
+    place: str = "terms"
 
     def work(self, stage: Stage) -> ClientWork:
-        return Shaken(self.where)
+        return Shaken(self.place)
 
     def initial_state(self, world: World) -> State:
         state = super().initial_state(world)
-        return self._shaken(state) if self.where == "setup" else state
+        if self.place == "setup":
+            return state.next(shaken(state.params))
+        return state
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
         state = super().aggregate(state, replies, stage, world)
-        return self._shaken(state) if self.where == "fold" else state
-
-    def _shaken(self, state: State) -> State:
-        return state.next({k: v + 0.1 * torch.randn_like(v) for k, v in state.params.items()})
+        if self.place == "fold":
+            return state.next(shaken(state.params))
+        return state
 
 
 @register("measure", "toy_drawing")
 class Drawing(Measure):
     """A number that is drawn."""
 
-    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers:
+    def look(self, result: StageResult, context: EvaluationContext) -> Numbers:
         return {"drawn": torch.rand(()).item()}
 
 
 def twice_and_resumed(folder: Path, **changes: object) -> dict[str, Any]:
-    """The bits of a run; they are those of the same run again, and of one that was stopped and
-    resumed.
-    """
-    experiment = toys.toy(**{"measure": ("toy_drawing",), "rounds": 2, **changes})
-    run(experiment, folder / "one", data=toys.blobs())
+    """The bits of a run, which a second run of it has, too, and one that is stopped and resumed."""
+    data = toys.blobs(size=100)
+    experiment = toys.toy(
+        rounds=2,
+        measure=("toy_drawing",),
+        topology={"clients": 4, "sampled": 3},
+        plan={"epochs": 1, "batch": 20, "lr": 0.2},
+        **changes,
+    )
+    run(experiment, folder / "first", data=data)
+    first_bits = bits(folder / "first")
+
     torch.rand(7)
-    run(experiment, folder / "two", data=toys.blobs())
-    one = bits(folder / "one")
-    assert_same_bits(bits(folder / "two"), one)
-    half = stopped(experiment, folder / "half", stages=1)
+    run(experiment, folder / "second", data=data)
+    assert_same_bits(bits(folder / "second"), first_bits)
+
+    half = stopped(experiment, folder / "half", stages=1, data=data)
     torch.rand(7)
-    resume(half, data=toys.blobs())
-    assert_same_bits(bits(half), one)
-    return one
+    resume(half, data=data)
+    assert_same_bits(bits(half), first_bits)
+    return first_bits
 
 
 @pytest.mark.parametrize("model", ["toy_functional_dropout", "toy_gru"])
 def test_a_network_may_draw_in_its_forward_pass(model: str, tmp_path: Path) -> None:
-    each = [
-        twice_and_resumed(tmp_path / name, model=model, engine=name)
-        for name in ("serial", "pooled")
-    ]
-    assert each[0]["model.safetensors"] == each[1]["model.safetensors"]
+    serial = twice_and_resumed(tmp_path / "serial", model=model, engine="serial")
+    pooled = twice_and_resumed(tmp_path / "pooled", model=model, engine="pooled")
+    assert serial["model.safetensors"] == pooled["model.safetensors"]
 
 
-@pytest.mark.parametrize("where", ["begin", "terms", "end", "fold", "setup"])
-def test_a_method_may_draw(where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    shaken = {"name": "toy_shaken", "where": where}
-    each = {
-        n: twice_and_resumed(tmp_path / n, method=shaken, engine=n)
-        for n in ("serial", "pooled", "vectorised")
-    }
-    assert each["serial"]["model.safetensors"] == each["pooled"]["model.safetensors"]
-    if where in ("fold", "setup"):
+@pytest.mark.parametrize("place", ["begin", "terms", "end", "fold", "setup"])
+def test_a_method_may_draw(place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    models = {}
+    for engine in ("serial", "pooled", "vectorised"):
+        method = {"name": "toy_shaken", "place": place}
+        run_bits = twice_and_resumed(tmp_path / engine, method=method, engine=engine)
+        models[engine] = run_bits["model.safetensors"]
+
+    assert models["serial"] == models["pooled"]
+    if place in ("fold", "setup"):
         assert not caplog.messages
     else:
-        assert each["serial"]["model.safetensors"] == each["vectorised"]["model.safetensors"]
+        assert models["serial"] == models["vectorised"]
         (line,) = caplog.messages
         assert line.startswith("Shaken draws random numbers from torch's global generator")
 
@@ -216,33 +227,27 @@ def test_what_draws_is_told_by_a_pass_that_leaves_no_trace() -> None:
     def spec(name: str) -> ModelSpec:
         return contract.spec_for(name, (1, 4, 4), 5)
 
-    before = torch.get_rng_state()
-    assert all(
-        draws_random_numbers(spec(name))
-        for name in ("toy_functional_dropout", "toy_gru", "toy_noisy")
-    )
-    assert not any(
-        draws_random_numbers(spec(name), training=False)
-        for name in ("toy_functional_dropout", "toy_gru")
-    )
+    state = torch.get_rng_state()
+    for name in ("toy_functional_dropout", "toy_gru", "toy_noisy"):
+        assert draws_random_numbers(spec(name))
+    for name in ("toy_functional_dropout", "toy_gru"):
+        assert not draws_random_numbers(spec(name), training=False)
     assert not draws_random_numbers(spec("mlp"))
     assert not draws_random_numbers(spec("toy_batchnorm"))
-    assert torch.equal(torch.get_rng_state(), before)
-    m = contract.module(spec("toy_batchnorm"), "frozen")
-    assert int(m.get_buffer("body.1.num_batches_tracked")) == 0
-    assert not m.training
+    assert torch.equal(torch.get_rng_state(), state)
+    module = contract.module(spec("toy_batchnorm"), "frozen")
+    assert int(module.get_buffer("body.1.num_batches_tracked")) == 0
+    assert not module.training
 
 
 def test_a_network_that_draws_where_it_is_looked_at_is_refused() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"toy_noisy .*self\.training",
-    ):
+    with pytest.raises(ConfigError, match=r"toy_noisy .*self\.training"):
         prepare(resolve(toys.toy(model="toy_noisy")), toys.blobs())
 
 
 def test_a_stage_is_done_again_only_when_no_client_of_it_acts_any_more(tmp_path: Path) -> None:
-    acting, most = set[int](), [0]
+    acting = set[int]()
+    acting_at_begin: list[int] = []
 
     @dataclass(frozen=True)
     class Watched(Shaken):
@@ -250,7 +255,7 @@ def test_a_stage_is_done_again_only_when_no_client_of_it_acts_any_more(tmp_path:
             self, payload: Payload, client_state: Payload, view: View, world: World
         ) -> TrainingStart:
             if threading.current_thread() is threading.main_thread():
-                most.append(len(acting))
+                acting_at_begin.append(len(acting))
             acting.add(view.client)
             return super().begin(payload, client_state, view, world)
 
@@ -268,9 +273,8 @@ def test_a_stage_is_done_again_only_when_no_client_of_it_acts_any_more(tmp_path:
     ready = prepare(resolve(toys.toy()), toys.blobs())
     engine = pooled.PooledEngine(ready.world, ready.sites)
     stage = Stage(1, 0, "train", (0, 1, 2, 3, 4, 5))
-    payloads = {c: Payload(params=ready.world.initial(c)) for c in stage.clients}
+    payloads = {client: Payload(params=ready.world.initial(client)) for client in stage.clients}
     replies = engine.run(Watched("terms"), stage, payloads, 7)
     engine.close()
-    assert len(most) == 1 + len(stage.clients)
-    assert set(most) == {0}
+    assert acting_at_begin == [0] * len(stage.clients)
     assert not any(reply.failure for reply in replies)

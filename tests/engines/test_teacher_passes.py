@@ -1,9 +1,10 @@
-"""Teachers' outputs: equal to plain forward passes, in as few of them as there can be, whatever the
-workers.
+"""Teachers' outputs are those of plain forward passes, with as few passes as possible, and do not
+depend on the number of workers.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,9 @@ import toys
 from double import NEAR, widened
 from fedstill.config.resolve import resolve
 from fedstill.core.records import Tensors
+from fedstill.core.trees import same_bits
 from fedstill.engines import hardware
-from fedstill.engines.hardware import WORKERS, run_in_parallel
+from fedstill.engines.hardware import WORKERS, run_in_parallel, torch_threads
 from fedstill.engines.step import FrozenModel, Teachers
 from fedstill.models import contract
 from fedstill.running.preparation import prepare
@@ -30,70 +32,69 @@ WIDE = IMAGES.double()
 NAMED = {str(i): FrozenModel(SPEC, contract.initial(SPEC, i)) for i in range(4)}
 
 
-def asked(teachers: Teachers, name: str, kind: str, x: Tensor, index: Tensor) -> Tensor:
-    """What a step gets of a teacher for one batch."""
-    known = teachers.table(name, kind)
-    return teachers.on_batch(name, kind, x) if known is None else known[index]
+def output(teachers: Teachers, name: str, kind: str, x: Tensor, index: Tensor) -> Tensor:
+    """The output of a teacher in the step of one batch."""
+    table = teachers.table(name, kind)
+    if table is None:
+        return teachers.on_batch(name, kind, x)
+    return table[index]
 
 
-def plainly(params: Tensors, x: Tensor) -> Tensor:
+def plain_logits(params: Tensors, x: Tensor) -> Tensor:
+    """The logits of a module in evaluation mode."""
     module = contract.build(SPEC).double().eval()
     module.load_state_dict(dict(params))
     with torch.no_grad():
         return module(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("still", [True, False])
+@pytest.mark.parametrize("table_images", [WIDE, None], ids=["still", "moving"])
 @pytest.mark.parametrize("kind", ["logits", "features"])
-def test_outputs_are_those_of_a_plain_forward_pass(still: bool, kind: str) -> None:
-    named = {name: widened(frozen.params) for name, frozen in NAMED.items()}
-    wide = {name: FrozenModel(SPEC, params) for name, params in named.items()}
-    teachers = Teachers(wide, WIDE if still else None, workers=2)
+def test_outputs_are_those_of_a_plain_forward_pass(table_images: Tensor | None, kind: str) -> None:
+    """Also where a step has already read another output."""
+    params_by_name = {name: widened(frozen.params) for name, frozen in NAMED.items()}
+    wide = {name: FrozenModel(SPEC, params) for name, params in params_by_name.items()}
+    teachers = Teachers(wide, table_images, workers=2)
     index = torch.tensor([3, 600, 201, 99, 100])
-    for name, params in named.items():
-        asked(teachers, name, kind, WIDE[index], index)
-        out = asked(teachers, name, "logits", WIDE[index], index)
-        torch.testing.assert_close(out, plainly(params, WIDE[index]), rtol=0, atol=NEAR)
+    x = WIDE[index]
+    for name, params in params_by_name.items():
+        output(teachers, name, kind, x, index)
+        logits = output(teachers, name, "logits", x, index)
+        torch.testing.assert_close(logits, plain_logits(params, x), rtol=0, atol=NEAR)
 
 
-@pytest.mark.parametrize("still", [True, False])
-def test_the_bits_do_not_depend_on_the_number_of_workers(still: bool) -> None:
+@pytest.mark.parametrize("table_images", [IMAGES, None], ids=["still", "moving"])
+def test_the_bits_do_not_depend_on_the_number_of_workers(table_images: Tensor | None) -> None:
     index = torch.arange(64)
-    before = torch.get_num_threads()
-    found = []
+    outputs = []
     for workers, threads in ((1, 1), (2, 1), (3, 1), (1, 2), (3, 2)):
-        torch.set_num_threads(threads)
-        x = IMAGES[index].clone()
-        teachers = Teachers(NAMED, IMAGES if still else None, workers)
-        found.append(
-            torch.stack(
-                [
-                    asked(teachers, n, k, x, index).sum(1)
-                    for n in NAMED
-                    for k in ("logits", "features")
-                ]
-            )
-        )
-        assert torch.get_num_threads() == threads, "the caller's setting is left as it was"
-    torch.set_num_threads(before)
-    assert all(torch.equal(f, found[0]) for f in found)
+        with torch_threads(threads):
+            x = IMAGES[index].clone()
+            teachers = Teachers(NAMED, table_images, workers)
+            sums = []
+            for name, kind in itertools.product(NAMED, ("logits", "features")):
+                sums.append(output(teachers, name, kind, x, index).sum(1))
+            outputs.append(torch.stack(sums))
+            assert torch.get_num_threads() == threads, "the caller's setting is left as it was"
+    for sums_of_workers in outputs:
+        assert torch.equal(sums_of_workers, outputs[0])
 
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every forward pass of a teacher that is made: of the body or of the whole."""
-    made: list[str] = []
+    """The forward passes of teachers: of the body, or of the network."""
+    parts: list[str] = []
 
-    def counted(run: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+    def counted(run: Callable[..., Tensor], part: str) -> Callable[..., Tensor]:
         def wrapped(*args: object) -> Tensor:
-            made.append(name)
+            parts.append(part)
             return run(*args)
 
         return wrapped
 
-    monkeypatch.setattr(contract, "forward", counted(contract.forward, "whole"))
+    monkeypatch.setattr(contract, "forward", counted(contract.forward, "network"))
     monkeypatch.setattr(contract, "features", counted(contract.features, "body"))
-    return made
+    return parts
 
 
 def test_still_inputs_are_passed_once(passes: list[str]) -> None:
@@ -101,8 +102,8 @@ def test_still_inputs_are_passed_once(passes: list[str]) -> None:
     for start in range(0, 600, 60):
         index = torch.arange(start, start + 60)
         for name in NAMED:
-            asked(teachers, name, "logits", IMAGES[index], index)
-    assert passes == ["whole"] * 7 * len(NAMED), "610 examples are seven shards"
+            output(teachers, name, "logits", IMAGES[index], index)
+    assert passes == ["network"] * 7 * len(NAMED), "610 examples are seven shards"
 
 
 def test_moving_inputs_are_passed_once_a_batch_whatever_is_asked(passes: list[str]) -> None:
@@ -112,7 +113,7 @@ def test_moving_inputs_are_passed_once_a_batch_whatever_is_asked(passes: list[st
         x = IMAGES[index]
         for kind in ("features", "logits", "features"):
             for name in NAMED:
-                asked(teachers, name, kind, x, index)
+                output(teachers, name, kind, x, index)
     assert passes == ["body"] * 3 * len(NAMED)
 
 
@@ -126,19 +127,18 @@ def test_a_job_has_one_thread_and_stays_in_order() -> None:
 
 def test_the_number_of_threads_is_a_threads_own_setting() -> None:
     """What the bits rest on: shards set one thread while the caller keeps its own number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    inside: list[int] = []
+    counts: list[int] = []
 
-    def other() -> None:
+    def set_one() -> None:
         torch.set_num_threads(1)
-        inside.append(torch.get_num_threads())
+        counts.append(torch.get_num_threads())
 
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
-    assert (inside, torch.get_num_threads()) == ([1], 2)
-    torch.set_num_threads(before)
+    with torch_threads(2):
+        thread = threading.Thread(target=set_one)
+        thread.start()
+        thread.join()
+        assert counts == [1]
+        assert torch.get_num_threads() == 2
 
 
 def test_a_teacher_that_fails_says_so() -> None:
@@ -154,44 +154,45 @@ def test_a_teacher_that_fails_says_so() -> None:
 def test_a_chain_with_teachers_gives_the_same_bits_on_any_number_of_cores(
     augment: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chain = {"kind": "sequential", "clients": 6, "sampled": 4}
+    experiment = toys.toy(
+        {"name": "sfedkd", "k": 3},
+        rounds=2,
+        topology={"kind": "sequential", "clients": 6, "sampled": 4},
+        data={"augment": augment},
+        measure=(),
+    )
     models = []
     for workers in (1, 2, 3):
         monkeypatch.setenv(WORKERS, str(workers))
-        toy = toys.toy(
-            {"name": "sfedkd", "k": 3},
-            rounds=2,
-            topology=chain,
-            data={"augment": augment},
-            measure=(),
-        )
-        models.append(run(toy, tmp_path / str(workers), data=toys.blobs()).model)
-    assert all(torch.equal(m[k], models[0][k]) for m in models for k in m)
+        models.append(run(experiment, tmp_path / str(workers), data=toys.blobs()).model)
+    assert same_bits(models[1], models[0])
+    assert same_bits(models[2], models[0])
 
 
 def test_a_stage_of_many_clients_leaves_the_cores_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     from fedstill.engines import clients
 
-    seen: list[int] = []
+    worker_counts: list[int] = []
 
     class Watched(Teachers):
         def __init__(self, **fields: Any) -> None:
             super().__init__(**fields)
-            seen.append(self.workers)
+            worker_counts.append(self.workers)
 
     monkeypatch.setattr(clients, "Teachers", Watched)
     monkeypatch.setenv(WORKERS, "3")
     for kind, expected in (("parallel", {1}), ("sequential", {3})):
-        seen.clear()
-        ready = prepare(
-            resolve(toys.toy("fedntd", topology={"kind": kind, "clients": 6, "sampled": 4})),
-            toys.blobs(),
-        )
-        method, stage = ready.settings.method, ready.settings.schedule(1, ready.world)[0]
-        state, engine = method.initial_state(ready.world), ready.engine()
-        payloads = {
-            c: method.payload_for_client(state, c, stage, ready.world) for c in stage.clients
-        }
-        engine.run(method.work(stage), stage, payloads, 7)  # type: ignore[arg-type]
-        assert set(seen) == expected
+        worker_counts.clear()
+        topology = {"kind": kind, "clients": 6, "sampled": 4}
+        ready = prepare(resolve(toys.toy("fedntd", topology=topology)), toys.blobs())
+        method = ready.settings.method
+        stage = ready.settings.schedule(1, ready.world)[0]
+        state = method.initial_state(ready.world)
+        payloads = {}
+        for client in stage.clients:
+            payloads[client] = method.payload_for_client(state, client, stage, ready.world)
+
+        ready.engine().run(method.work(stage), stage, payloads, 7)  # type: ignore[arg-type]
+
+        assert set(worker_counts) == expected
     assert hardware.cores() >= 1
