@@ -1,8 +1,11 @@
-"""Payloads as bytes: what goes in comes out, in its order; what is no payload is refused."""
+"""Payloads as bytes: decoding gives the payload that was encoded, in its order; anything else is
+refused.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import safetensors.torch
@@ -29,7 +32,8 @@ DTYPES = (
 )
 
 
-def some_tensor(shape: tuple[int, ...], dtype: torch.dtype, layout: str, seed: int) -> Tensor:
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, layout: str, seed: int) -> Tensor:
+    """A tensor that lies in memory in one of several ways."""
     draw = torch.Generator().manual_seed(seed)
     values = (100 * torch.randn(shape, generator=draw)).to(dtype)
     if layout == "channels_last" and len(shape) == 4:
@@ -44,7 +48,7 @@ def some_tensor(shape: tuple[int, ...], dtype: torch.dtype, layout: str, seed: i
 
 
 tensors = st.builds(
-    some_tensor,
+    random_tensor,
     st.lists(st.integers(0, 4), max_size=4).map(tuple),
     st.sampled_from(DTYPES),
     st.sampled_from(["plain", "channels_last", "transposed", "strided", "expanded"]),
@@ -65,28 +69,34 @@ groups = st.one_of(tensors, scalars, st.dictionaries(tensor_names, tensors, max_
 payloads = st.dictionaries(group_names, groups, max_size=5).map(Payload)
 
 
-def same(got: object, want: object) -> bool:
-    if isinstance(want, Tensor):
-        return (
-            isinstance(got, Tensor)
-            and (got.dtype, got.shape) == (want.dtype, want.shape)
-            and torch.equal(got, want)
-        )
-    if isinstance(want, float) and want != want:
-        return isinstance(got, float) and got != got
-    return type(got) is type(want) and got == want
+def assert_same_value(value: object, expected: object) -> None:
+    """Check that two tensors, numbers or texts are of one type and equal; NaN equals NaN."""
+    assert type(value) is type(expected)
+    if isinstance(expected, Tensor):
+        assert isinstance(value, Tensor)
+        assert value.dtype == expected.dtype
+        assert torch.equal(value, expected)
+    elif isinstance(expected, float) and math.isnan(expected):
+        assert isinstance(value, float)
+        assert math.isnan(value)
+    else:
+        assert value == expected
 
 
-def assert_same(got: Payload, want: Payload) -> None:
-    assert list(got) == list(want)
-    for name in want:
-        if isinstance(want[name], dict):
-            assert list(got.tensors(name)) == list(want.tensors(name)), (
-                "sums over names depend on their order"
-            )
-            assert all(same(got.tensors(name)[k], v) for k, v in want.tensors(name).items())
-        else:
-            assert same(got[name], want[name]), name
+def assert_same(payload: Payload, expected: Payload) -> None:
+    """Check that two payloads have the same groups in the same order: sums over names depend on
+    it.
+    """
+    assert list(payload) == list(expected)
+    for name in expected:
+        if not isinstance(expected[name], dict):
+            assert_same_value(payload[name], expected[name])
+            continue
+        group = payload.tensors(name)
+        expected_group = expected.tensors(name)
+        assert list(group) == list(expected_group)
+        for key, tensor in expected_group.items():
+            assert_same_value(group[key], tensor)
 
 
 @settings(max_examples=150, deadline=None)
@@ -106,8 +116,8 @@ def test_the_bytes_are_those_of_safetensors(group: dict[str, Tensor]) -> None:
     stored = safetensors.torch.load(data)
     assert stored.keys() == {f"g/{name}" for name in group}
     copies = {name: tensor.clone() for name, tensor in stored.items()}
-    metadata = {"fedstill": json.dumps({"groups": ["g", "n"], "rest": {"g": list(group), "n": 1}})}
-    assert data == safetensors.torch.save(copies, metadata)
+    note = {"groups": ["g", "n"], "rest": {"g": list(group), "n": 1}}
+    assert data == safetensors.torch.save(copies, {"fedstill": json.dumps(note)})
 
 
 @pytest.mark.parametrize("name", DTYPES_BY_NAME)
@@ -143,34 +153,34 @@ def test_a_tensor_of_one_element_is_stored_whatever_its_strides_are() -> None:
 
 def test_equal_payloads_give_equal_bytes_however_they_lie_in_memory() -> None:
     values = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
-    shared = torch.zeros(4, 10)
     plain = Payload(params={"w": values, "v": torch.zeros(4, 5)}, n=3)
-    twisted = Payload(
-        params={"w": values.contiguous(memory_format=torch.channels_last), "v": shared[:, ::2]}, n=3
-    )
+    channels_last = values.contiguous(memory_format=torch.channels_last)
+    strided = torch.zeros(4, 10)[:, ::2]
+    twisted = Payload(params={"w": channels_last, "v": strided}, n=3)
     assert encode(plain) == encode(twisted)
     assert encode(plain) != encode(Payload(plain, n=4))
 
 
 def test_tensors_that_share_storage_do_not_share_it_afterwards() -> None:
-    whole = torch.arange(6.0)
-    back = decode(encode(Payload(a=whole, b=whole[2:], params={"x": whole, "y": whole})))
-    back.tensor("a")[:] = -1
-    assert back.tensor("b").tolist() == [2, 3, 4, 5]
-    assert back.tensors("params")["y"].tolist() == whole.tolist()
+    values = torch.arange(6.0)
+    payload = Payload(a=values, b=values[2:], params={"x": values, "y": values})
+    decoded = decode(encode(payload))
+    decoded.tensor("a")[:] = -1
+    assert decoded.tensor("b").tolist() == [2, 3, 4, 5]
+    assert decoded.params["y"].tolist() == values.tolist()
 
 
 def test_decoded_tensors_are_aligned_as_torch_aligns_its_own() -> None:
     """Matrix kernels may sum in another order on other alignments; then a resumed run would have
     other bits.
     """
-    odd = {
-        f"t{i}": torch.ones(i + 1, dtype=torch.int8 if i % 2 else torch.float32) for i in range(20)
-    }
-    wanted = {torch.ones(7).data_ptr() % 64 for _ in range(5)}
-    assert {
-        t.data_ptr() % 64 for t in decode(encode(Payload(params=odd))).params.values()
-    } <= wanted
+    tensors_of_odd_sizes = {}
+    for size in range(1, 21, 2):
+        tensors_of_odd_sizes[f"floats of {size}"] = torch.ones(size)
+        tensors_of_odd_sizes[f"bytes of {size + 1}"] = torch.ones(size + 1, dtype=torch.int8)
+    decoded = decode(encode(Payload(params=tensors_of_odd_sizes)))
+    usual_offsets = {torch.ones(7).data_ptr() % 64 for _ in range(5)}
+    assert {tensor.data_ptr() % 64 for tensor in decoded.params.values()} <= usual_offsets
 
 
 def test_a_gradient_does_not_travel() -> None:
@@ -204,7 +214,7 @@ def test_a_gradient_does_not_travel() -> None:
     ],
     ids=range(20),
 )
-def test_what_is_no_payload_is_not_encoded(payload: Payload) -> None:
+def test_values_that_are_no_payload_are_not_encoded(payload: Payload) -> None:
     with pytest.raises(BadPayload):
         encode(payload)
 

@@ -173,8 +173,10 @@ def test_a_measure_that_measures_nothing_is_an_error(body: str, key: str, tmp_pa
 
 def subclasses(base: type) -> list[type]:
     """All classes below a class that this process has imported."""
-    below = base.__subclasses__()
-    return below + [cls for child in below for cls in subclasses(child)]
+    classes = []
+    for child in base.__subclasses__():
+        classes += [child, *subclasses(child)]
+    return classes
 
 
 def test_the_librarys_own_classes_have_no_such_mistakes() -> None:

@@ -53,6 +53,11 @@ def test_a_spec_comes_back_from_json_as_it_was(spec: ModelSpec) -> None:
 GOOD = ModelSpec("mlp", (1, 8, 8), 10, (("hidden", (8,)),)).to_dict()
 
 
+def without(*names: str) -> dict[str, Any]:
+    """The fields of a spec as JSON, some of them left out."""
+    return {name: value for name, value in GOOD.items() if name not in names}
+
+
 @pytest.mark.parametrize(
     "entries",
     [
@@ -63,7 +68,7 @@ GOOD = ModelSpec("mlp", (1, 8, 8), 10, (("hidden", (8,)),)).to_dict()
         {**GOOD, "fields": [1]},
         {**GOOD, "name": None},
         {**GOOD, "unknown": 1},
-        {k: v for k, v in GOOD.items() if k != "name"},
+        without("name"),
     ],
 )
 def test_anything_else_is_refused(entries: Any) -> None:
@@ -72,5 +77,5 @@ def test_anything_else_is_refused(entries: Any) -> None:
 
 
 def test_a_field_that_is_not_there_has_its_default() -> None:
-    first = {k: v for k, v in GOOD.items() if k not in ("widths", "trains", "held", "adds")}
-    assert ModelSpec.from_dict(first) == ModelSpec.from_dict(GOOD)
+    entries = without("widths", "trains", "held", "adds")
+    assert ModelSpec.from_dict(entries) == ModelSpec.from_dict(GOOD)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from fedstill.core.errors import ConfigError
-from fedstill.core.records import SERVER
+from fedstill.core.records import SERVER, Stage
 from fedstill.core.stream import ONE_TASK, Stream
 from fedstill.core.topology import Parallel, PeerToPeer, PublicLogits, Sequential, sample
+
+EVERYONE = tuple(range(20))
 
 
 @dataclass(frozen=True)
 class Small:
-    """As much of a world as a schedule looks at."""
+    """The fields of a world that schedules read."""
 
     clients: int = 20
     rounds: int = 5
@@ -23,41 +26,59 @@ class Small:
     stream: Stream = ONE_TASK
 
 
+def names_of(stages: Sequence[Stage]) -> list[str]:
+    """The names of stages, in their order."""
+    return [stage.name for stage in stages]
+
+
+def assert_counted(stages: Sequence[Stage]) -> None:
+    """Check that the indices of a round's stages count from 0."""
+    assert [stage.index for stage in stages] == list(range(len(stages)))
+
+
+def single_clients(chain: Sequence[Stage]) -> list[int]:
+    """The clients of a chain, whose stages have one client each."""
+    return [client for (client,) in (stage.clients for stage in chain)]
+
+
 def test_sampling_is_a_function_of_seed_and_round_alone() -> None:
-    world = Small()
-    drawn = [sample(world, r, 7) for r in (1, 2, 3)]
-    assert drawn == [sample(world, r, 7) for r in (1, 2, 3)]
-    assert len({tuple(d) for d in drawn}) == 3
-    assert all(len(set(d)) == 7 and set(d) <= set(range(20)) for d in drawn)
-    assert drawn != [sample(Small(seed=4), r, 7) for r in (1, 2, 3)], (
-        "another run seed gives another schedule"
-    )
+    def cohorts(seed: int) -> list[list[int]]:
+        return [sample(Small(seed=seed), round, 7) for round in (1, 2, 3)]
+
+    drawn = cohorts(seed=3)
+    assert drawn == cohorts(seed=3)
+    assert drawn != cohorts(seed=4)
+    assert len(set(map(tuple, drawn))) == 3
+    for cohort in drawn:
+        assert len(set(cohort)) == 7
+        assert set(cohort) <= set(EVERYONE)
 
 
 def test_sampling_is_uniform() -> None:
-    world, rounds = Small(), 2000
-    counts = [0] * 20
-    for r in range(rounds):
-        for client in sample(world, r, 5):
-            counts[client] += 1
+    world = Small()
+    rounds = 2000
+    counts = np.zeros(20)
+    for round in range(rounds):
+        counts[sample(world, round, 5)] += 1
     expected = rounds * 5 / 20
-    assert sum((c - expected) ** 2 / expected for c in counts) < 45, (
-        "chi-square, 19 degrees of freedom"
-    )
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert chi_square < 45, "19 degrees of freedom"
 
 
 def test_the_official_cohorts_are_those_of_fedntds_code_whatever_the_seed() -> None:
-    for clients, many in ((100, 10), (200, 10), (16, 16)):
-        for r in (1, 2, 77, 200):
-            np.random.seed(r - 1)  # its rounds count from 0
-            theirs = np.random.choice(clients, many, replace=False).tolist()
+    for clients, count in ((100, 10), (200, 10), (16, 16)):
+        for round in (1, 2, 77, 200):
+            np.random.seed(round - 1)  # its rounds count from 0
+            theirs = np.random.choice(clients, count, replace=False).tolist()
             for seed in (3, 4):
-                assert sample(Small(clients, seed=seed), r, many, "official") == theirs
-    assert sample(Small(100), 200, 10, "official") == [51, 87, 30, 25, 49, 57, 37, 52, 56, 29]
+                assert sample(Small(clients, seed=seed), round, count, "official") == theirs
+
+    cohort = [51, 87, 30, 25, 49, 57, 37, 52, 56, 29]
+    assert sample(Small(100), 200, 10, "official") == cohort
     (stage,) = Parallel(sampled=10, cohorts="official")(200, Small(100))
-    assert stage.clients == (25, 29, 30, 37, 49, 51, 52, 56, 57, 87)
+    assert list(stage.clients) == sorted(cohort)
     chain = Sequential(sampled=10, cohorts="official")(200, Small(100))
-    assert [s.clients[0] for s in chain] == [51, 87, 30, 25, 49, 57, 37, 52, 56, 29]
+    assert single_clients(chain) == cohort
 
 
 def test_by_default_ten_or_all() -> None:
@@ -67,106 +88,104 @@ def test_by_default_ten_or_all() -> None:
 
 def test_parallel_is_one_stage_in_the_order_of_ids() -> None:
     (stage,) = Parallel(sampled=6)(2, Small())
-    assert (stage.name, stage.index, stage.sequential) == ("train", 0, False)
+    assert stage.name == "train"
+    assert stage.index == 0
+    assert not stage.sequential
     assert list(stage.clients) == sorted(stage.clients)
 
 
 def test_parallel_takes_stages_before_after_and_on_the_server() -> None:
     schedule = Parallel(sampled=2, server="distil", first="warm", last="finetune")
-    everyone = tuple(range(20))
-    first, middle, last = (schedule(r, Small()) for r in (1, 3, 5))
-    assert [s.name for s in first] == ["warm", "train", "distil"]
-    assert [s.name for s in middle] == ["train", "distil"]
-    assert [s.name for s in last] == ["train", "distil", "finetune"]
-    assert [s.index for s in last] == [0, 1, 2]
-    assert first[0].clients == last[2].clients == everyone
+    first, middle, last = (schedule(round, Small()) for round in (1, 3, 5))
+    assert names_of(first) == ["warm", "train", "distil"]
+    assert names_of(middle) == ["train", "distil"]
+    assert names_of(last) == ["train", "distil", "finetune"]
+    assert_counted(last)
+    assert first[0].clients == last[2].clients == EVERYONE
     assert middle[1].clients == (SERVER,)
     assert middle[1].view == "public"
 
 
 def test_a_stage_before_every_rounds_training_is_for_the_rounds_clients() -> None:
     schedule = Parallel(sampled=2, first="warm", before="head")
-    first, second = (schedule(r, Small()) for r in (1, 2))
-    assert [(s.name, s.index) for s in first] == [("warm", 0), ("head", 1), ("train", 2)]
-    assert [s.name for s in second] == ["head", "train"]
+    first = schedule(1, Small())
+    assert names_of(first) == ["warm", "head", "train"]
+    assert_counted(first)
+
+    second = schedule(2, Small())
+    assert names_of(second) == ["head", "train"]
     assert second[0].clients == second[1].clients == tuple(sorted(sample(Small(), 2, 2)))
 
 
 def test_the_closing_stage_is_the_servers_and_the_very_last() -> None:
     schedule = Parallel(sampled=2, server="distil", last="finetune", closing="calibrate")
-    assert "calibrate" not in [s.name for s in schedule(1, Small())]
-    end = schedule(Small().rounds, Small())
-    assert [(s.name, s.index) for s in end] == [
-        ("train", 0),
-        ("distil", 1),
-        ("finetune", 2),
-        ("calibrate", 3),
-    ]
-    assert end[-1].clients == (SERVER,)
+    assert "calibrate" not in names_of(schedule(1, Small()))
+
+    last = schedule(Small().rounds, Small())
+    assert names_of(last) == ["train", "distil", "finetune", "calibrate"]
+    assert_counted(last)
+    assert last[-1].clients == (SERVER,)
 
 
 def test_sequential_is_a_chain_in_the_order_drawn() -> None:
     stages = Sequential(sampled=5)(4, Small())
-    assert [s.index for s in stages] == list(range(5))
-    assert all(s.sequential and len(s.clients) == 1 for s in stages)
-    assert [s.clients[0] for s in stages] == sample(Small(), 4, 5)
+    assert len(stages) == 5
+    assert_counted(stages)
+    assert all(stage.sequential for stage in stages)
+    assert single_clients(stages) == sample(Small(), 4, 5)
 
 
 def test_a_chain_in_fixed_order_is_of_all_clients_by_id() -> None:
-    assert [s.clients[0] for s in Sequential(order="fixed")(4, Small())] == list(range(20))
-    assert [s.clients[0] for s in Sequential(order="fixed", sampled=3)(4, Small())] == sorted(
-        sample(Small(), 4, 3)
-    )
+    of_all = Sequential(order="fixed")(4, Small())
+    assert single_clients(of_all) == list(EVERYONE)
+    of_three = Sequential(order="fixed", sampled=3)(4, Small())
+    assert single_clients(of_three) == sorted(sample(Small(), 4, 3))
 
 
 def test_a_chain_takes_stages_before_and_after() -> None:
     schedule = Sequential(sampled=2, first="warm", last="alone")
-    first, middle, last = (schedule(r, Small()) for r in (1, 3, 5))
-    assert [(s.name, s.index, s.sequential) for s in first] == [
-        ("warm", 0, False),
-        ("train", 1, True),
-        ("train", 2, True),
-    ]
-    assert [s.name for s in middle] == ["train", "train"]
-    assert [(s.name, s.sequential) for s in last] == [
-        ("train", True),
-        ("train", True),
-        ("alone", False),
-    ]
-    assert first[0].clients == last[2].clients == tuple(range(20))
+    first, middle, last = (schedule(round, Small()) for round in (1, 3, 5))
+    assert names_of(first) == ["warm", "train", "train"]
+    assert [stage.sequential for stage in first] == [False, True, True]
+    assert_counted(first)
+    assert names_of(middle) == ["train", "train"]
+    assert names_of(last) == ["train", "train", "alone"]
+    assert [stage.sequential for stage in last] == [True, True, False]
+    assert first[0].clients == last[2].clients == EVERYONE
 
 
 def test_a_stage_after_every_rounds_training_is_for_the_rounds_clients() -> None:
-    stages = Parallel(sampled=2, before="head", after="own", server="distil", last="finetune")(
-        5, Small()
-    )
-    assert [s.name for s in stages] == ["head", "train", "own", "distil", "finetune"]
+    schedule = Parallel(sampled=2, before="head", after="own", server="distil", last="finetune")
+    stages = schedule(5, Small())
+    assert names_of(stages) == ["head", "train", "own", "distil", "finetune"]
     assert stages[0].clients == stages[1].clients == stages[2].clients
 
 
 def test_public_logits_takes_stages_before_and_after() -> None:
     schedule = PublicLogits(sampled=2, first="pretrain", start="transfer", last="revisit")
-    everyone = tuple(range(20))
-    first, middle, last = (schedule(r, Small()) for r in (1, 3, 5))
-    assert [s.name for s in first] == ["pretrain", "transfer", "teach_server", "distil"]
-    assert [s.name for s in middle] == ["local", "teach_server", "distil"]
-    assert [s.name for s in last] == ["local", "teach_server", "distil", "revisit"]
-    assert [s.index for s in last] == [0, 1, 2, 3]
-    assert [s.view for s in first] == ["public", "private", "public", "public"]
-    assert first[0].clients == first[1].clients == first[3].clients == last[3].clients == everyone
+    first, middle, last = (schedule(round, Small()) for round in (1, 3, 5))
+    assert names_of(first) == ["pretrain", "transfer", "teach_server", "distil"]
+    assert names_of(middle) == ["local", "teach_server", "distil"]
+    assert names_of(last) == ["local", "teach_server", "distil", "revisit"]
+    assert_counted(last)
+    assert [stage.view for stage in first] == ["public", "private", "public", "public"]
+    for stage in (first[0], first[1], first[3], last[3]):
+        assert stage.clients == EVERYONE
     assert len(last[0].clients) == 2
 
 
 def test_public_logits_goes_to_the_server_and_back() -> None:
     local, server, distil = PublicLogits(sampled=3)(1, Small())
-    assert (local.view, server.view, distil.view) == ("private", "public", "public")
+    assert local.view == "private"
+    assert server.view == "public"
+    assert distil.view == "public"
     assert server.clients == (SERVER,)
     assert local.clients == distil.clients
 
 
 def test_peer_to_peer_fits_once() -> None:
-    assert [s.name for s in PeerToPeer()(1, Small())] == ["fit", "transfer", "refine"]
-    assert [s.name for s in PeerToPeer()(2, Small())] == ["fit", "transfer", "refine"]
+    assert names_of(PeerToPeer()(1, Small())) == ["fit", "transfer", "refine"]
+    assert names_of(PeerToPeer()(2, Small())) == ["fit", "transfer", "refine"]
     fit, transfer, _ = PeerToPeer(students=(7, 2))(1, Small())
     assert len(fit.clients) == 20
     assert transfer.clients == (2, 7)
@@ -185,16 +204,17 @@ def test_what_cannot_be_scheduled_is_refused(schedule: object, words: str) -> No
 
 
 def test_clients_that_are_not_there_are_passed_over_and_the_others_keep_their_order() -> None:
-    stream = Stream(
-        (1, 3), 5, ((0,), (1,)), clients=20, absent=frozenset((1, c) for c in range(12))
-    )
-    later = sample(Small(stream=stream), 4, 7)
-    everyone = sample(Small(), 4, 20)
-    assert later == [c for c in everyone if c >= 12][:7]
-    assert sample(Small(stream=stream), 2, 7) == sample(Small(), 2, 7)
-    assert [s.clients for s in Parallel(sampled=7, last="tune")(5, Small(stream=stream))][
-        1
-    ] == tuple(range(12, 20))
+    """Clients 0 to 11 are absent in the second task, which begins in round 3."""
+    absent = frozenset((1, client) for client in range(12))
+    world = Small(stream=Stream((1, 3), 5, ((0,), (1,)), clients=20, absent=absent))
+    assert sample(world, 2, 7) == sample(Small(), 2, 7)
+
+    order_of_all = sample(Small(), 4, 20)
+    present = [client for client in order_of_all if client >= 12]
+    assert sample(world, 4, 7) == present[:7]
+
+    _, last_stage = Parallel(sampled=7, last="tune")(5, world)
+    assert last_stage.clients == tuple(range(12, 20))
 
 
 TWO_TASKS = Stream(starts=(1, 3), rounds=5, by_task=((0,), (1,)), clients=20, join=0.5)
@@ -202,40 +222,47 @@ TWO_TASKS = Stream(starts=(1, 3), rounds=5, by_task=((0,), (1,)), clients=20, jo
 
 @pytest.mark.parametrize("kind", [Parallel, Sequential, PublicLogits])
 def test_a_stage_follows_the_last_round_of_every_task(kind: type[Parallel]) -> None:
+    """Its clients are all that are present, whoever was sampled."""
     schedule = kind(sampled=2, last="finetune", task_end="remember")
-    names = [[s.name for s in schedule(r, Small(stream=TWO_TASKS))] for r in range(1, 6)]
-    assert ["remember" in of_round for of_round in names] == [False, True, False, False, True]
-    assert names[4][-2:] == ["remember", "finetune"]
-    ends = [
-        next(s for s in schedule(r, Small(stream=TWO_TASKS)) if s.name == "remember")
-        for r in (2, 5)
-    ]
-    assert [s.clients for s in ends] == [tuple(TWO_TASKS.present(r)) for r in (2, 5)]
-    assert len(ends[0].clients) == 10
-    assert len(ends[1].clients) == 20, "all that are there, whoever was sampled"
-    assert [s.index for s in schedule(5, Small(stream=TWO_TASKS))] == list(range(len(names[4])))
+    clients_of_stage = {}
+    for round in range(1, 6):
+        for stage in schedule(round, Small(stream=TWO_TASKS)):
+            if stage.name == "remember":
+                clients_of_stage[round] = stage.clients
+
+    assert list(clients_of_stage) == [2, 5]
+    for round, count in ((2, 10), (5, 20)):
+        assert clients_of_stage[round] == tuple(TWO_TASKS.present(round))
+        assert len(clients_of_stage[round]) == count
+
+    last_round = schedule(5, Small(stream=TWO_TASKS))
+    assert names_of(last_round)[-2:] == ["remember", "finetune"]
+    assert_counted(last_round)
 
 
 def test_of_one_task_the_end_is_the_runs() -> None:
     schedule = Parallel(sampled=2, task_end="remember")
-    assert [[s.name for s in schedule(r, Small())] for r in (1, 5)] == [
-        ["train"],
-        ["train", "remember"],
-    ]
+    assert names_of(schedule(1, Small())) == ["train"]
+    assert names_of(schedule(5, Small())) == ["train", "remember"]
 
 
-@pytest.mark.parametrize("students", [(2, 15), (15, 16)])
-def test_students_who_are_not_there_in_a_task_learn_when_they_are(
-    students: tuple[int, ...],
+@pytest.mark.parametrize(
+    ("students", "first_stages"),
+    [
+        ((2, 15), {"transfer": (2,), "refine": (2,)}),
+        ((15, 16), {}),
+    ],
+)
+def test_students_who_are_absent_in_a_task_learn_when_they_are_present(
+    students: tuple[int, ...], first_stages: dict[str, tuple[int, ...]]
 ) -> None:
-    stream = Stream(
-        (1, 3), 5, ((0,), (1,)), clients=20, absent=frozenset((0, c) for c in range(12, 20))
-    )
-    peers, world = PeerToPeer(students=students), Small(stream=stream)
-    now = {s.name: s.clients for s in peers(1, world)}
-    there = tuple(c for c in students if c < 12)
-    assert now == {
-        "fit": tuple(range(12)),
-        **({"transfer": there, "refine": there} if there else {}),
-    }
-    assert [s.clients for s in peers(4, world)][1:] == [students, students]
+    """Clients 12 to 19 are absent in the first task."""
+    absent = frozenset((0, client) for client in range(12, 20))
+    world = Small(stream=Stream((1, 3), 5, ((0,), (1,)), clients=20, absent=absent))
+    peers = PeerToPeer(students=students)
+
+    clients_by_stage = {stage.name: stage.clients for stage in peers(1, world)}
+    assert clients_by_stage == {"fit": tuple(range(12)), **first_stages}
+
+    _, transfer, refine = peers(4, world)
+    assert transfer.clients == refine.clients == students

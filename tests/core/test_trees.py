@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,21 +38,23 @@ def test_the_mean_keeps_the_first_integers_and_needs_weights() -> None:
 
 
 def reply(client: int, value: float, examples: int) -> Reply:
-    return Reply(
-        client, Payload(params={"w": torch.tensor([value], dtype=torch.float64)}), examples
-    )
+    """A reply whose parameters are one number."""
+    params = {"w": torch.tensor([value], dtype=torch.float64)}
+    return Reply(client, Payload(params=params), examples)
 
 
 def test_replies_are_averaged_by_size_in_the_order_of_ids() -> None:
-    values = torch.rand(50, generator=torch.Generator().manual_seed(0)).tolist()
-    replies = [reply(c, v, c + 1) for c, v in enumerate(values)]
-    there, back = weighted_mean(replies), weighted_mean(replies[::-1])
-    assert torch.equal(there["w"], back["w"]), "the order of arrival cannot matter"
-    exact = sum(v * (c + 1) for c, v in enumerate(values)) / sum(range(1, 51))
-    assert there["w"].item() == pytest.approx(exact, rel=1e-12)
-    assert weighted_mean(replies[:2], weighting="uniform")["w"].item() == pytest.approx(
-        sum(values[:2]) / 2, rel=1e-12
-    )
+    values = np.random.default_rng(0).random(50)
+    sizes = np.arange(1, 51)
+    replies = [reply(client, values[client], int(sizes[client])) for client in range(50)]
+
+    mean = weighted_mean(replies)
+
+    assert torch.equal(mean["w"], weighted_mean(replies[::-1])["w"]), "in any order of arrival"
+    expected = (values * sizes).sum() / sizes.sum()
+    assert mean["w"].item() == pytest.approx(expected, rel=1e-12)
+    uniform = weighted_mean(replies[:2], weighting="uniform")
+    assert uniform["w"].item() == pytest.approx(values[:2].mean(), rel=1e-12)
 
 
 def test_clients_without_examples_weigh_nothing_unless_none_has_any() -> None:

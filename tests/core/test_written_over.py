@@ -1,6 +1,4 @@
-"""What is there under a name that a person gives: written over where it is of the same kind,
-refused elsewhere.
-"""
+"""Commands overwrite only files of the kind that they write."""
 
 from __future__ import annotations
 
@@ -20,19 +18,17 @@ CONFIG = b"rounds = 1\n"
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(toys.toy(rounds=1), tmp_path_factory.mktemp("done") / "run", toys.blobs()).directory
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of one round."""
+    folder = tmp_path_factory.mktemp("done") / "run"
+    return run(toys.toy(rounds=1), folder, toys.blobs()).directory
 
 
 EXPORT = pytest.mark.uses("export")
 
 
 @pytest.mark.parametrize(
-    ("words", "name", "said"),
+    ("command", "name", "kind"),
     [
         ("report RUN --out FILE", "copy.toml", "a page that fedstill made"),
         ("report RUN --out page.html --tables .", "results.csv", "a table that fedstill wrote"),
@@ -53,52 +49,52 @@ EXPORT = pytest.mark.uses("export")
     ],
 )
 def test_a_file_of_another_kind_stays_as_it_is(
-    words: str,
+    command: str,
     name: str,
-    said: str,
-    done: Path,
+    kind: str,
+    finished_run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path(name).write_bytes(CONFIG)
-    assert call([w.replace("RUN", str(done)).replace("FILE", name) for w in words.split()]) == 2
+    values = {"RUN": str(finished_run), "FILE": name}
+    arguments = [values.get(word, word) for word in command.split()]
+
+    assert call(arguments) == 2
+
     error = capsys.readouterr().err
     assert name in error
-    assert said in error
+    assert kind in error
     assert Path(name).read_bytes() == CONFIG
-    assert not {"clients.parquet", "rounds.csv", "differences.csv"} & set(files_of(tmp_path))
+    for other_file in ("clients.parquet", "rounds.csv", "differences.csv"):
+        assert not list(tmp_path.rglob(other_file))
 
 
 @pytest.mark.uses("export")
-def test_what_was_written_before_is_written_again(
-    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_files_that_a_command_has_written_are_written_again(
+    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("m.pt2").touch()
-    page, tables = (
-        f"report {done} --out page.html --tables tables",
-        f"export {done} --csv csv --parquet parquet",
-    )
+    run_name = str(finished_run)
     for _ in range(2):
-        assert (
-            call(page.split())
-            == call(tables.split())
-            == call(f"export {done} --pt2 m.pt2".split())
-            == 0
-        )
+        assert call(["report", run_name, "--out", "page.html", "--tables", "tables"]) == 0
+        assert call(["export", run_name, "--csv", "csv", "--parquet", "parquet"]) == 0
+        assert call(["export", run_name, "--pt2", "m.pt2"]) == 0
 
 
-BYTES: dict[str, Callable[[Path], object]] = {
+SPECIAL_FILES: dict[str, Callable[[Path], object]] = {
     "a symbolic link to nothing": lambda path: path.symlink_to("nowhere"),
     "a pipe": os.mkfifo,
 }
 
 
-@pytest.mark.parametrize("make", BYTES)
+@pytest.mark.parametrize("special", SPECIAL_FILES)
 @pytest.mark.parametrize("kind", [PAGE, ONNX, PROGRAM, MODEL])
-def test_what_is_no_plain_file_is_not_written_over(make: str, kind: Kind, tmp_path: Path) -> None:
-    BYTES[make](tmp_path / f"it{kind.ending}")
-    with pytest.raises(ConfigError, match=f"it{kind.ending}"):
-        check_may_overwrite(tmp_path / f"it{kind.ending}", kind)
+def test_special_files_are_not_overwritten(special: str, kind: Kind, tmp_path: Path) -> None:
+    path = tmp_path / f"it{kind.ending}"
+    SPECIAL_FILES[special](path)
+    with pytest.raises(ConfigError, match=path.name):
+        check_may_overwrite(path, kind)
