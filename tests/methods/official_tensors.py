@@ -1,7 +1,7 @@
-"""What a method and its authors' code are both given: a small network, a batch, counts. All of it
-is drawn by name.
+"""The tensors that a method and its authors' code compute with: a small network, a batch, counts.
+All of them are drawn by name.
 
-Every number is a multiple of 1/64, so that code that casts to float32 in between loses nothing of
+Every number is a multiple of 1/64, so that code that casts to float32 on the way loses nothing of
 it.
 """
 
@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-INPUTS, HIDDEN, WIDTH, CLASSES, BATCH = 4, 7, 5, 6, 12
+INPUTS = 4
+HIDDEN = 7
+WIDTH = 5
+CLASSES = 6
+BATCH = 12
+
 COUNTS = (9, 0, 4, 1, 16, 2)
 """A client's label counts: classes 0 and 4 are more than its mean, class 1 is missing."""
 
@@ -37,20 +43,40 @@ def drawn(name: str, *shape: int) -> Tensor:
 
 def network(name: str, shapes: Mapping[str, Sequence[int]] = SHAPES) -> dict[str, Tensor]:
     """A network's parameters."""
-    return {k: drawn(f"{name} {k}", *shape) for k, shape in shapes.items()}
+    return {key: drawn(f"{name} {key}", *shape) for key, shape in shapes.items()}
 
 
-def batch(size: int = BATCH) -> tuple[Tensor, Tensor]:
-    """Inputs (B, 4) float64, and labels of the classes that the client has; the first two are of
-    its small ones.
+class Batch(NamedTuple):
+    """Inputs (B, 4) in float64, and labels."""
+
+    x: Tensor
+    y: Tensor
+
+
+def batch(size: int = BATCH) -> Batch:
+    """The first examples of the batch.
+
+    Labels are of classes that the client has; the first two are of its small ones.
     """
     draw = np.random.RandomState(21)
-    there = [c for c, n in enumerate(COUNTS) if n]
-    labels = [2, 5, *draw.choice(there, size=BATCH - 2)]
-    return drawn("x", BATCH, INPUTS)[:size], torch.tensor([int(y) for y in labels[:size]])
+    classes = [c for c, count in enumerate(COUNTS) if count]
+    labels = [2, 5, *draw.choice(classes, size=BATCH - 2).tolist()]
+    return Batch(drawn("x", BATCH, INPUTS)[:size], torch.tensor(labels[:size]))
 
 
-def summed_up(grads: Mapping[str, Tensor]) -> tuple[float, float]:
-    """A gradient in two numbers: its length, and how far it goes along a given direction."""
-    length = sum(float(g.square().sum()) for g in grads.values()) ** 0.5
-    return length, sum(float((g * drawn(f"along {k}", *g.shape)).sum()) for k, g in grads.items())
+class GradientSummary(NamedTuple):
+    """A gradient in two numbers."""
+
+    norm: float
+    along: float
+    """How far it goes along a direction that is the same for all codes."""
+
+
+def summary_of(gradients: Mapping[str, Tensor]) -> GradientSummary:
+    """The two numbers of a gradient."""
+    squares = 0.0
+    along = 0.0
+    for name, gradient in gradients.items():
+        squares += float(gradient.square().sum())
+        along += float((gradient * drawn(f"along {name}", *gradient.shape)).sum())
+    return GradientSummary(squares**0.5, along)
