@@ -290,12 +290,12 @@ def test_a_data_set_is_added_as_the_page_says(
             (tmp_path / title).write_text(text)
         if kind == "python" and not title:
             exec(compile(text, "add_a_data_set.md", "exec"), {})
-    in_memory = read_journal(tmp_path / "eighth" / "journal.jsonl")[0]
+    in_memory = read_journal(tmp_path / "runs" / "hospitals" / "journal.jsonl")[0]
     assert in_memory["client_names"] == ["harbour", "hill", "north"]
     follow("add_a_data_set.md", tmp_path, capsys)
     starts = [
-        read_journal(tmp_path / run / "journal.jsonl")[0]
-        for run in ("first", "third", "fourth", "fifth", "seventh")
+        read_journal(tmp_path / "runs" / run / "journal.jsonl")[0]
+        for run in ("patients", "news", "waves", "stations", "tones")
     ]
     assert [start["inputs"]["kind"] for start in starts] == [
         "table",
