@@ -1,11 +1,9 @@
-"""Contributions where running means and variances move with the weights, and where a fold makes
-another network.
+"""Contributions where running means and variances move with the weights, and where an aggregation
+makes another network.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +13,16 @@ from torch import Tensor, nn
 
 import fedstill
 import toys
+from double import widened
 from fedstill.cli import call
-from fedstill.core.records import Examples
+from fedstill.core import trees
+from fedstill.core.records import Examples, Tensors
 from fedstill.core.registry import register
 from fedstill.data.inputs import Inputs
 from fedstill.measures.contributions import ModelLine, SoftAccuracy, ThroughNorms
 from fedstill.metrics.shapley import TOLERANCE, along_path
 from fedstill.models import contract
+from journals import journal_events
 
 
 @register("model", "toy_smooth_norm")
@@ -51,59 +52,74 @@ class Doubled(Inputs):
         return super().plain(images).double()
 
 
-def line() -> ModelLine:
-    """Three players whose changes move every entry, the running mean and variance far enough to
-    count.
-    """
-    draw = torch.Generator().manual_seed(0)
-    start = {
-        k: v.double() if v.is_floating_point() else v for k, v in contract.initial(SPEC, 0).items()
+def random_changes(params: Tensors, generator: torch.Generator) -> dict[str, Tensor]:
+    """Changes of all parameters; those of running statistics are larger, so that they count."""
+    changes = {}
+    for name, value in params.items():
+        size = 0.05
+        if "running" in name:
+            size = 0.25
+        changes[name] = size * torch.rand(value.shape, generator=generator).double()
+    return changes
+
+
+def model_line() -> ModelLine:
+    """Three players, each of which changes every entry of the model."""
+    generator = torch.Generator().manual_seed(0)
+    start = widened(contract.initial(SPEC, 0))
+    params = trees.floats(start)
+    changes = [random_changes(params, generator) for _ in range(3)]
+    images = torch.randint(256, (30, 1, 4, 4), dtype=torch.uint8, generator=generator)
+    examples = Examples(images, torch.arange(30) % 3)
+    by_class = {
+        label: examples.take((examples.labels == label).nonzero().flatten()) for label in CLASSES
     }
-    moving = {k: v for k, v in start.items() if v.is_floating_point()}
-    changes = [
-        {
-            k: (0.05 + 0.2 * ("running" in k)) * torch.rand(v.shape, generator=draw).double()
-            for k, v in moving.items()
-        }
-        for _ in range(3)
-    ]
-    images = torch.randint(256, (30, 1, 4, 4), dtype=torch.uint8, generator=draw)
-    data = Examples(images, torch.arange(30) % 3)
-    by_class = {c: data.take((data.labels == c).nonzero().flatten()) for c in CLASSES}
-    return ModelLine(SPEC, start, changes, SoftAccuracy(by_class, Doubled((0.5,), (0.3,)), 0.25))
+    accuracy = SoftAccuracy(by_class, Doubled((0.5,), (0.3,)), 0.25)
+    return ModelLine(SPEC, start, changes, accuracy)
 
 
 def test_slopes_are_those_of_the_value_along_each_players_change_statistics_included() -> None:
-    whole, near = line(), 1e-5
-    assert {"body.1.running_mean", "body.1.running_var"} <= whole.changes[0].keys()
-    slopes = whole.slopes(0.4, CLASSES)
-    for k, own in enumerate(whole.changes):
-        there = {
-            n: v + 0.4 * whole._total_change[n] if n in whole._total_change else v
-            for n, v in whole.start.items()
-        }
-        beside = ModelLine(SPEC, there, [own], whole.soft_accuracy)
-        slope = (beside.values(near, CLASSES) - beside.values(-near, CLASSES)) / (2 * near)
-        torch.testing.assert_close(slopes[k], slope, rtol=1e-6, atol=1e-8)
-    statistics = {k: v for k, v in whole.changes[0].items() if "running" in k}
-    rest = {k: torch.zeros_like(v) for k, v in whole.changes[0].items() if k not in statistics}
-    only = ModelLine(SPEC, whole.start, [{**statistics, **rest}], whole.soft_accuracy)
-    assert only.slopes(0.4, CLASSES).abs().max() > 1e-2, "they have a part of their own"
+    """A player's slope at 0.4 is a central difference along its change alone, from the model of the
+    line at 0.4. The changes of statistics have a part of their own.
+    """
+    line = model_line()
+    assert {"body.1.running_mean", "body.1.running_var"} <= line.changes[0].keys()
+    model = dict(line.start)
+    for name, change in line._total_change.items():
+        model[name] = model[name] + 0.4 * change
+    step = 1e-5
+
+    slopes = line.slopes(0.4, CLASSES)
+
+    for player, changes in enumerate(line.changes):
+        alone = ModelLine(SPEC, model, [changes], line.soft_accuracy)
+        difference = alone.values(step, CLASSES) - alone.values(-step, CLASSES)
+        torch.testing.assert_close(slopes[player], difference / (2 * step), rtol=1e-6, atol=1e-8)
+
+    statistics_only = {
+        name: change * float("running" in name) for name, change in line.changes[0].items()
+    }
+    of_statistics = ModelLine(SPEC, line.start, [statistics_only], line.soft_accuracy)
+    assert of_statistics.slopes(0.4, CLASSES).abs().max() > 1e-2
 
 
-def test_parts_sum_to_the_whole_where_statistics_move() -> None:
-    whole = line()
-    change = whole.values(1.0, CLASSES) - whole.values(0.0, CLASSES)
+def test_parts_sum_to_the_change_where_statistics_move() -> None:
+    """A quadrature of high order is the reference."""
+    line = model_line()
+    change = line.values(1.0, CLASSES) - line.values(0.0, CLASSES)
     assert change.abs().max() > 0.02
-    nodes = zip(*np.polynomial.legendre.leggauss(20), strict=True)
-    parts = torch.stack([w / 2 * whole.slopes((1 + x) / 2, CLASSES) for x, w in nodes]).sum(0)
-    torch.testing.assert_close(parts.sum(0), change, rtol=0, atol=1e-9)
-    divided = along_path(whole, 3, CLASSES)
-    torch.testing.assert_close(divided.values, parts, rtol=0, atol=TOLERANCE)
-    assert divided.gap.max() < TOLERANCE
+    expected = torch.zeros(3, len(CLASSES)).double()
+    for node, weight in zip(*np.polynomial.legendre.leggauss(20), strict=True):
+        expected += weight / 2 * line.slopes((1 + node) / 2, CLASSES)
+    torch.testing.assert_close(expected.sum(0), change, rtol=0, atol=1e-9)
+
+    table = along_path(line, 3, CLASSES)
+
+    torch.testing.assert_close(table.values, expected, rtol=0, atol=TOLERANCE)
+    assert table.gap.max() < TOLERANCE
 
 
-class Several(nn.Module):
+class AllNorms(nn.Module):
     """All kinds of normalisation, with and without running statistics, with and without weights."""
 
     def __init__(self) -> None:
@@ -124,25 +140,26 @@ class Several(nn.Module):
         return out
 
 
-def test_the_formula_is_the_layers_and_only_where_statistics_run() -> None:
-    draw = torch.Generator().manual_seed(1)
-    m = Several().double().eval()
-    moved = {
-        k: v + torch.rand(v.shape, generator=draw).double()
-        for k, v in m.state_dict().items()
-        if v.dim()
-    }
-    m.load_state_dict(moved, strict=False)
-    x = torch.randn(5, 4, 3, 3, generator=draw).double()
+def test_the_formula_is_the_layers_and_used_only_in_evaluation() -> None:
+    """In training, torch updates the running statistics."""
+    generator = torch.Generator().manual_seed(1)
+    network = AllNorms().double().eval()
+    state = {name: value for name, value in network.state_dict().items() if value.dim()}
+    for name, value in state.items():
+        state[name] = value + torch.rand(value.shape, generator=generator).double()
+    network.load_state_dict(state, strict=False)
+    x = torch.randn(5, 4, 3, 3, generator=generator).double()
+
     with ThroughNorms():
-        ours = m(x)
-    torch.testing.assert_close(ours, m(x), rtol=0, atol=1e-12)
-    m.train()
+        output = network(x)
+    torch.testing.assert_close(output, network(x), rtol=0, atol=1e-12)
+
+    network.train()
     with ThroughNorms():
-        m(x)
-    assert any(not torch.equal(v, moved[k]) for k, v in m.state_dict().items() if "running" in k), (
-        "training is torch's"
-    )
+        network(x)
+    running = {name for name in state if "running" in name}
+    trained_state = network.state_dict()
+    assert any(not torch.equal(trained_state[name], state[name]) for name in running)
 
 
 @pytest.fixture(scope="module")
@@ -150,32 +167,31 @@ def normed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a network with running statistics, which has measured contributions in its last
     round.
     """
-    folder = tmp_path_factory.mktemp("normed")
-    data = {"name": "digits", "train_size": 120, "test_size": 60}
-    plan = {"epochs": 2, "batch": 20, "lr": 0.1}
-    values: Mapping[str, object] = {
-        "data": data,
-        "plan": plan,
-        "topology": {"clients": 3},
-        "rounds": 2,
-    }
-    what = toys.toy("fedavg", model="toy_batchnorm", measure=("contributions",), **values)
-    fedstill.run(what, folder / "run")
-    return folder / "run"
+    folder = tmp_path_factory.mktemp("normed") / "run"
+    experiment = toys.toy(
+        "fedavg",
+        model="toy_batchnorm",
+        measure=("contributions",),
+        data={"name": "digits", "train_size": 120, "test_size": 60},
+        plan={"epochs": 2, "batch": 20, "lr": 0.1},
+        topology={"clients": 3},
+        rounds=2,
+    )
+    fedstill.run(experiment, folder)
+    return folder
 
 
 @pytest.mark.uses("attribution")
 def test_a_network_with_running_statistics_is_measured_in_a_run_and_later(
     normed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [json.loads(line) for line in (normed / "journal.jsonl").read_text().splitlines()]
-    (look,) = [e for e in lines if e["event"] == "measure"]
-    assert look["rule"] == "path"
-    assert len(look["values"]) == len(look["classes"]) > 0
-    assert max(look["gap"]) < 0.05
-    assert call(["why", str(normed), "--round", "1"]) == 0, (
-        "nothing is in the journal of round 1: it is looked at again"
-    )
+    """The journal has nothing about round 1, so ``fedstill why`` measures it."""
+    (event,) = journal_events(normed, event="measure")
+    assert event["rule"] == "path"
+    assert len(event["values"]) == len(event["classes"]) > 0
+    assert max(event["gap"]) < 0.05
+
+    assert call(["why", str(normed), "--round", "1"]) == 0
     assert "client" in capsys.readouterr().out
 
 
@@ -183,25 +199,31 @@ def test_a_network_with_running_statistics_is_measured_in_a_run_and_later(
 def test_a_measure_that_fails_later_is_named_with_its_place(
     normed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise ZeroDivisionError("nothing to divide by")
 
-    monkeypatch.setattr("fedstill.measures.contributions.at_most", fails)
+    monkeypatch.setattr("fedstill.measures.contributions.at_most", fail)
     (normed / "why.jsonl").unlink(missing_ok=True)
+
     assert call(["why", str(normed), "--round", "1"]) != 0
-    said = capsys.readouterr().err
-    assert "round 1, stage 'train': measure contributions failed: ZeroDivisionError" in said
-    assert "Traceback" not in said
+
+    message = capsys.readouterr().err
+    assert "round 1, stage 'train': measure contributions failed: ZeroDivisionError" in message
+    assert "Traceback" not in message
 
 
-def test_a_fold_that_makes_another_network_is_asked_at_two_ends(tmp_path: Path) -> None:
-    changes: Mapping[str, object] = {"rounds": 1, "plan": {"epochs": 1, "batch": 20, "lr": 0.2}}
-    what = toys.toy({"name": "analytic", "width": 20}, measure=("contributions",), **changes)
-    fedstill.run(what, tmp_path / "run", data=toys.blobs())
-    lines = [
-        json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()
-    ]
-    sums = next(e for e in lines if e["event"] == "measure" and e["name"] == "sums")
-    assert (sums["rule"], sums["game"]) == ("two ends", "absent")
-    change = torch.tensor(sums["after"]) - torch.tensor(sums["before"])
-    assert torch.allclose(torch.tensor(sums["parts"]["sums"]), change, atol=5e-6)
+def test_an_aggregation_that_makes_another_network_is_evaluated_at_two_ends(tmp_path: Path) -> None:
+    experiment = toys.toy(
+        {"name": "analytic", "width": 20},
+        measure=("contributions",),
+        rounds=1,
+        plan={"epochs": 1, "batch": 20, "lr": 0.2},
+    )
+
+    fedstill.run(experiment, tmp_path / "run", data=toys.blobs())
+
+    event = journal_events(tmp_path / "run", event="measure", name="sums")[0]
+    assert event["rule"] == "two ends"
+    assert event["game"] == "absent"
+    change = torch.tensor(event["after"]) - torch.tensor(event["before"])
+    assert torch.allclose(torch.tensor(event["parts"]["sums"]), change, atol=5e-6)

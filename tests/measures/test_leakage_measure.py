@@ -1,10 +1,10 @@
-"""The measure ``leakage``: whom it tries, what it takes for seen, and that it sees what is there to
-be seen.
+"""The measure ``leakage``: the examples that it attacks, the models or logits that it attacks them
+with, and that it finds known leaks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from fedstill.config.resolve import resolve
 from fedstill.core.errors import FedstillError, IncompatibleMethod
 from fedstill.core.extensions import StageResult
 from fedstill.core.method import Method
-from fedstill.core.records import Payload, Stage, World
+from fedstill.core.records import Examples, Payload, Stage, Tensors, World
 from fedstill.core.registry import method, register
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_tensors
@@ -33,11 +33,8 @@ from fedstill.running.runner import run
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 
-LOOKS: list[tuple[StageResult, EvaluationContext]] = []
-OWN: dict[int, Any] = {}
-"""The clients' own models after the first stage that was looked at."""
 LOGITS = {"data": {"public": toys.PUBLIC}, "topology": {"clients": 6}}
-BY_HEART = {
+OVERFITTING = {
     "rounds": 1,
     "partition": {"kind": "iid"},
     "model": {"name": "mlp", "hidden": (64,)},
@@ -45,230 +42,282 @@ BY_HEART = {
 }
 
 
+@dataclass(frozen=True)
+class Look:
+    """What a measure sees of a stage."""
+
+    result: StageResult
+    context: EvaluationContext
+
+    def candidates(
+        self, clients: Collection[int] | None = None, stage: Stage | None = None
+    ) -> leakage._Candidates:
+        """The examples that are attacked: by default, those of the stage's clients."""
+        if clients is None:
+            clients = self.result.stage.clients
+        candidates = leakage._candidates(clients, stage or self.result.stage, self.context)
+        assert candidates is not None
+        return candidates
+
+    def training_data(self, client: int) -> Examples:
+        """A client's examples in training."""
+        return self.context.sites.view(client, self.result.stage).data
+
+    def logits(self, params: Tensors, examples: Examples) -> torch.Tensor:
+        """The logits of a model."""
+        return self.context.passes().logits(params, examples)
+
+
+LOOKS: list[Look] = []
+CLIENT_MODELS: dict[int, Any] = {}
+"""The clients' own models after the first stage."""
+
+
 @register("measure", "toy_leak_spy")
 class LeakSpy(Measure):
     """Keeps what it was shown, and what ``leakage`` needs."""
 
-    def look(self, seen: StageResult, context: EvaluationContext) -> Numbers | None:
-        LOOKS.append((seen, context))
+    def look(self, result: StageResult, context: EvaluationContext) -> Numbers | None:
+        LOOKS.append(Look(result, context))
         if len(LOOKS) == 1 and context.remembered is not None:
-            OWN.update({c: context.remembered(c).get("params") for c in seen.stage.clients})
+            for client in result.stage.clients:
+                CLIENT_MODELS[client] = context.remembered(client).get("params")
         return None
 
 
-def looked(
-    folder: Path, method: object = "fedavg", shown: Dataset | None = None, **changes: Any
+def measured(
+    folder: Path, method: object = "fedavg", images: Dataset | None = None, **changes: Any
 ) -> list[Any]:
-    """The measure's events, with ``LOOKS`` beside them."""
+    """The measure's events of a run, whose stages are then in ``LOOKS``."""
     LOOKS.clear()
-    result = run(
-        toys.toy(method, measure=("leakage", "toy_leak_spy"), **changes),
-        folder,
-        data=shown or toys.blobs(),
-    )
-    return result.measures
+    experiment = toys.toy(method, measure=("leakage", "toy_leak_spy"), **changes)
+    return run(experiment, folder, data=images or toys.blobs()).measures
 
 
 def noise(size: int = 240) -> Dataset:
-    """Images that have nothing to do with their labels: what a model knows of them it has learned
-    by heart.
-    """
-    draw = torch.Generator().manual_seed(1)
-
-    def some() -> tuple[torch.Tensor, torch.Tensor]:
-        images = torch.randint(
-            0, 256, (size, 1, toys.SIDE, toys.SIDE), generator=draw, dtype=torch.uint8
-        )
-        return images, torch.arange(size) % toys.CLASSES
-
-    return from_tensors(
-        "noise", some(), some(), classes=[f"class {c}" for c in range(toys.CLASSES)]
-    )
+    """Images that are independent of their labels: a model can only learn them by heart."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (size, 1, toys.SIDE, toys.SIDE)
+    train = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    test = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    labels = torch.arange(size) % toys.CLASSES
+    names = [f"class {label}" for label in range(toys.CLASSES)]
+    return from_tensors("noise", (train, labels), (test, labels), classes=names)
 
 
-def own(context: EvaluationContext, client: int) -> Any:
-    """A client's examples in training."""
-    return context.sites.view(client, LOOKS[0][0].stage).data
+def image_bytes(images: torch.Tensor) -> set[bytes]:
+    """The set of images."""
+    return {image.numpy().tobytes() for image in images}
 
 
 def test_others_are_test_images_of_the_members_classes_and_members_were_trained_on(
     tmp_path: Path,
 ) -> None:
-    looked(tmp_path / "run", rounds=1, partition={"kind": "iid"})
-    ((seen, context),) = LOOKS
-    tried = leakage._candidates(seen.stage.clients, seen.stage, context)
-    assert tried is not None
-    inside, outside = torch.chunk(tried.examples.labels, 2)
-    assert torch.equal(inside, outside)
-    members, others = torch.chunk(tried.examples.values, 2)
-    for client in seen.stage.clients:
-        mine = tried.owners[: len(inside)] == client
-        data = own(context, client)
-        assert mine.sum() == len(data), "few examples: all are tried"
-        there = {image.numpy().tobytes() for image in data.values}
-        assert {image.numpy().tobytes() for image in members[mine]} == there
-    tested = {image.numpy().tobytes() for image in context.test.values}
-    assert {image.numpy().tobytes() for image in others} <= tested
-    again = leakage._candidates(seen.stage.clients, replace(seen.stage, round=9), context)
-    assert again is not None
-    assert torch.equal(again.examples.values, tried.examples.values), "the same in every round"
+    """Of few examples, all are attacked, the same ones in every round."""
+    measured(tmp_path / "run", rounds=1, partition={"kind": "iid"})
+    (look,) = LOOKS
+    candidates = look.candidates()
+    member_labels, other_labels = candidates.examples.labels.chunk(2)
+    members, others = candidates.examples.values.chunk(2)
+    member_owners = candidates.owners[: len(members)]
+
+    assert torch.equal(member_labels, other_labels)
+    for client in look.result.stage.clients:
+        is_owned = member_owners == client
+        data = look.training_data(client)
+        assert is_owned.sum() == len(data)
+        assert image_bytes(members[is_owned]) == image_bytes(data.values)
+    assert image_bytes(others) <= image_bytes(look.context.test.values)
+    in_round_9 = look.candidates(stage=replace(look.result.stage, round=9))
+    assert torch.equal(in_round_9.examples.values, candidates.examples.values)
 
 
-def test_no_more_are_tried_than_there_are_test_images_of_the_class(
+def test_of_each_class_no_more_members_are_attacked_than_there_are_test_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked(tmp_path / "run", rounds=1, data={"test_size": 10})
-    ((seen, context),) = LOOKS
-    tried = leakage._candidates((3,), seen.stage, context)
-    assert tried is not None
-    counts = torch.bincount(torch.chunk(tried.examples.labels, 2)[0], minlength=toys.CLASSES)
-    assert torch.equal(
-        counts, torch.bincount(own(context, 3).labels, minlength=toys.CLASSES).clamp(max=2)
-    )
+    """There are two test images of each class."""
+    measured(tmp_path / "run", rounds=1, data={"test_size": 10})
+    (look,) = LOOKS
+
+    member_labels, _ = look.candidates((3,)).examples.labels.chunk(2)
     monkeypatch.setattr(leakage, "MOST", 6)
-    few = leakage._candidates((0, 1, 2), seen.stage, context)
-    assert few is not None
-    assert [int((few.owners == c).sum()) <= 4 for c in (0, 1, 2)] == [True] * 3
+    owners = look.candidates((0, 1, 2)).owners
+
+    counts = torch.bincount(member_labels, minlength=toys.CLASSES)
+    training_counts = torch.bincount(look.training_data(3).labels, minlength=toys.CLASSES)
+    assert torch.equal(counts, training_counts.clamp(max=2))
+    for client in (0, 1, 2):
+        assert int((owners == client).sum()) <= 4
 
 
-def test_examples_that_are_held_out_are_no_members(tmp_path: Path) -> None:
-    looked(tmp_path / "run", rounds=1, plan={"epochs": 1, "validation": 0.4})
-    ((seen, context),) = LOOKS
-    tried = leakage._candidates((0,), replace(seen.stage, name="another"), context)
-    assert tried is not None
-    view = context.sites.view(0, seen.stage)
+def test_held_out_examples_are_no_members(tmp_path: Path) -> None:
+    measured(tmp_path / "run", rounds=1, plan={"epochs": 1, "validation": 0.4})
+    (look,) = LOOKS
+    view = look.context.sites.view(0, look.result.stage)
     assert view.validation is not None
-    held = {image.numpy().tobytes() for image in view.validation.values}
-    assert not held & {
-        image.numpy().tobytes() for image in torch.chunk(tried.examples.values, 2)[0]
-    }
+
+    candidates = look.candidates((0,), replace(look.result.stage, name="another"))
+
+    members, _ = candidates.examples.values.chunk(2)
+    assert image_bytes(members).isdisjoint(image_bytes(view.validation.values))
 
 
-def attacks_by_hand(phi: Mapping[int, np.ndarray], owners: np.ndarray) -> tuple[Any, Any]:
-    """Both attacks, one client after the other."""
-    by_loss, by_ratio = np.zeros(len(owners)), np.zeros(len(owners))
-    for client, row in phi.items():
-        mine = owners == client
-        rest = np.stack([phi[c][mine] for c in phi if c != client])
-        by_loss[mine], by_ratio[mine] = row[mine], likelihood_ratios(row[mine], rest)
-    n = len(owners) // 2
-    return attack(by_loss[:n], by_loss[n:]), attack(by_ratio[:n], by_ratio[n:])
+@dataclass(frozen=True)
+class Attacks:
+    """The numbers of both attacks."""
+
+    loss: dict[str, Any]
+    likelihood_ratio: dict[str, Any]
+
+
+def attack_halves(scores: np.ndarray) -> dict[str, Any]:
+    """The attack on scores of as many members as others, in this order."""
+    members, others = np.split(scores, 2)
+    return attack(members, others)
+
+
+def attacks_by_hand(confidence: Mapping[int, np.ndarray], owners: np.ndarray) -> Attacks:
+    """Both attacks, one client after the other.
+
+    ``confidence``: of each client's model in all candidates. The models of other clients are those
+    that have not seen a client's examples.
+    """
+    by_loss = np.zeros(len(owners))
+    by_ratio = np.zeros(len(owners))
+    for client, row in confidence.items():
+        is_owned = owners == client
+        without_example = [
+            other_row[is_owned] for other, other_row in confidence.items() if other != client
+        ]
+        by_loss[is_owned] = row[is_owned]
+        by_ratio[is_owned] = likelihood_ratios(row[is_owned], np.stack(without_example))
+    return Attacks(attack_halves(by_loss), attack_halves(by_ratio))
 
 
 def test_models_that_were_sent_are_attacked(tmp_path: Path) -> None:
-    (event,) = looked(tmp_path / "run", rounds=1)
-    ((seen, context),) = LOOKS
-    tried = leakage._candidates(seen.stage.clients, seen.stage, context)
-    assert tried is not None
-    phi = {
-        c: confidences(context.passes().logits(p, tried.examples), tried.examples.labels)
-        for c, p in seen.local_models.items()
+    (event,) = measured(tmp_path / "run", rounds=1)
+    (look,) = LOOKS
+    candidates = look.candidates()
+    examples = candidates.examples
+    confidence = {
+        client: confidences(look.logits(params, examples), examples.labels)
+        for client, params in look.result.local_models.items()
     }
-    by_loss, by_ratio = attacks_by_hand(phi, tried.owners)
-    assert event["seen"] == {"loss": by_loss, "likelihood_ratio": by_ratio}
+    expected = attacks_by_hand(confidence, candidates.owners)
+
+    assert event["seen"]["loss"] == expected.loss
+    assert event["seen"]["likelihood_ratio"] == expected.likelihood_ratio
+    assert event["seen"].keys() == {"loss", "likelihood_ratio"}
     assert "raw" not in event
-    assert event["members"] * 2 == len(tried.owners)
-    assert event["clients"] == list(seen.stage.clients)
-    n = event["members"]
+    assert event["members"] * 2 == len(candidates.owners)
+    assert event["clients"] == list(look.result.stage.clients)
     for client, area in zip(event["clients"], event["client_auc"], strict=True):
-        mine = tried.owners[:n] == client
-        assert area == attack(phi[client][:n][mine], phi[client][n:][mine])["auc"]
-    everyone = leakage._candidates(range(6), seen.stage, context)
-    assert everyone is not None
-    logits = context.passes().logits(seen.after.params, everyone.examples)
-    members, others = np.split(confidences(logits, everyone.examples.labels), 2)
-    assert event["global"] == {"members": len(members), "loss": attack(members, others)}
+        is_owned = candidates.owners == client
+        assert area == attack_halves(confidence[client][is_owned])["auc"]
+
+    of_all_clients = look.candidates(range(6)).examples
+    logits = look.logits(look.result.after.params, of_all_clients)
+    expected_global = attack_halves(confidences(logits, of_all_clients.labels))
+    assert event["global"] == {"members": len(of_all_clients) // 2, "loss": expected_global}
 
 
-def test_of_logits_it_is_what_would_be_sent_before_and_after_privacy(tmp_path: Path) -> None:
+def test_logits_are_attacked_before_and_after_privacy(tmp_path: Path) -> None:
+    """As they would be sent: standardised, then clipped."""
     options = {"privacy": {"clip": 1.5, "noise": 0.0}, "rounds": 1, **LOGITS}
-    local, ends = looked(tmp_path / "run", "hiper_fedkd", **options)
-    (seen, context), *_ = LOOKS
-    assert (local["name"], ends["name"]) == ("local", "distil")
-    assert set(ends) & {"seen", "raw", "global"} == {"global"}
-    tried = leakage._candidates(seen.stage.clients, seen.stage, context)
-    assert tried is not None
-    clear, clipped = {}, {}
-    for client in seen.stage.clients:
-        sent = standardize(context.passes().logits(OWN[client], tried.examples))
-        clear[client] = confidences(sent, tried.examples.labels)
-        clipped[client] = confidences(clip_rows(sent, 1.5), tried.examples.labels)
-    assert local["raw"]["loss"] == attacks_by_hand(clear, tried.owners)[0]
-    assert local["seen"]["loss"] == attacks_by_hand(clipped, tried.owners)[0]
+    local, distil = measured(tmp_path / "run", "hiper_fedkd", **options)
+    look = LOOKS[0]
+    candidates = look.candidates()
+    labels = candidates.examples.labels
+    unclipped = {}
+    clipped = {}
+    for client in look.result.stage.clients:
+        logits = standardize(look.logits(CLIENT_MODELS[client], candidates.examples))
+        unclipped[client] = confidences(logits, labels)
+        clipped[client] = confidences(clip_rows(logits, 1.5), labels)
+
+    assert local["name"] == "local"
+    assert local["raw"]["loss"] == attacks_by_hand(unclipped, candidates.owners).loss
+    assert local["seen"]["loss"] == attacks_by_hand(clipped, candidates.owners).loss
     assert local["seen"]["loss"] != local["raw"]["loss"]
+    assert distil["name"] == "distil"
+    assert "global" in distil
+    assert "seen" not in distil
+    assert "raw" not in distil
+
+
+def leak_of_noise_images(folder: Path, noise_size: float) -> dict[str, Any]:
+    """The event of the stage in which logits are sent, with images of noise that models have
+    learned by heart.
+    """
+    privacy = {"clip": 20.0, "noise": noise_size}
+    events = measured(folder, "dsfl", noise(), **OVERFITTING, **LOGITS, privacy=privacy)
+    return next(event for event in events if "seen" in event)
 
 
 @pytest.mark.slow
-def test_noise_hides_what_was_learned_by_heart(tmp_path: Path) -> None:
-    """Images of noise: a model can only learn them by heart. What it sends betrays them, and noise
-    hides that.
-    """
-    quiet = {"privacy": {"clip": 20.0, "noise": 0.0}}
-    loud = {"privacy": {"clip": 20.0, "noise": 100.0}}
-    clear, hidden = (
-        next(
-            e
-            for e in looked(tmp_path / name, "dsfl", noise(), **BY_HEART, **LOGITS, **privacy)
-            if "seen" in e
-        )
-        for name, privacy in (("clear", quiet), ("hidden", loud))
-    )
+def test_noise_hides_examples_that_were_learned_by_heart(tmp_path: Path) -> None:
+    """Without noise, logits reveal the members. Of 240 pairs, 0.1 is three standard errors."""
+    clear = leak_of_noise_images(tmp_path / "clear", 0.0)
+    hidden = leak_of_noise_images(tmp_path / "hidden", 100.0)
+
     assert clear["seen"] == clear["raw"]
     assert clear["raw"]["loss"] == hidden["raw"]["loss"]
     assert clear["seen"]["loss"]["auc_interval"][0] > 0.7
-    assert abs(hidden["seen"]["loss"]["auc"] - 0.5) < 0.1, "of 240 pairs, three standard errors"
+    assert abs(hidden["seen"]["loss"]["auc"] - 0.5) < 0.1
 
 
-def test_models_betray_what_was_learned_by_heart(tmp_path: Path) -> None:
-    (event,) = looked(tmp_path / "run", shown=noise(), **BY_HEART)
+def test_models_reveal_examples_that_were_learned_by_heart(tmp_path: Path) -> None:
+    (event,) = measured(tmp_path / "run", images=noise(), **OVERFITTING)
+
     for name in ("loss", "likelihood_ratio"):
         assert event["seen"][name]["auc_interval"][0] > 0.7
 
 
-def test_a_model_that_was_not_trained_betrays_nothing(tmp_path: Path) -> None:
-    """And labels that are uneven do not look like a leak: the classes of the others are the
-    members'.
+UNEVEN = {"kind": "dirichlet", "alpha": 0.1, "min_size": 4}
+
+
+def test_an_untrained_model_reveals_nothing_even_if_labels_are_uneven(tmp_path: Path) -> None:
+    """Members and others have the same classes, so classes alone are no leak. They would give far
+    more than the tolerance of the second run.
     """
-    uneven = {"kind": "dirichlet", "alpha": 0.1, "min_size": 4}
-    (event,) = looked(tmp_path / "run", rounds=1, partition=uneven, plan={"epochs": 1, "lr": 1e-9})
-    low, high = event["seen"]["loss"]["auc_interval"]
+    untrained_plan = {"epochs": 1, "lr": 1e-9}
+    short_plan = {"epochs": 3, "lr": 0.1}
+
+    (untrained,) = measured(tmp_path / "untrained", rounds=1, partition=UNEVEN, plan=untrained_plan)
+    (trained,) = measured(tmp_path / "trained", rounds=1, partition=UNEVEN, plan=short_plan)
+
+    low, high = untrained["seen"]["loss"]["auc_interval"]
     assert low < 0.5 < high
-    (event,) = looked(tmp_path / "other", rounds=1, partition=uneven, plan={"epochs": 3, "lr": 0.1})
-    low, high = event["seen"]["loss"]["auc_interval"]
-    assert low - 0.03 < 0.5 < high + 0.03, "classes alone would give far more"
+    low, high = trained["seen"]["loss"]["auc_interval"]
+    assert low - 0.03 < 0.5 < high + 0.03
 
 
-def test_with_two_others_there_is_no_likelihood_ratio(tmp_path: Path) -> None:
-    (event,) = looked(tmp_path / "run", rounds=1, topology={"clients": 6, "sampled": 3})
+def test_with_two_other_clients_there_is_no_likelihood_ratio(tmp_path: Path) -> None:
+    (event,) = measured(tmp_path / "run", rounds=1, topology={"clients": 6, "sampled": 3})
+
     assert set(event["seen"]) == {"loss"}
 
 
 @pytest.mark.parametrize(
-    ("method", "changes", "words"),
+    ("method", "changes", "problem"),
     [
-        (
-            "toy_logits",
-            LOGITS,
-            "method toy_logits does not define",
-        ),
-        (
-            "hiper_fedkd",
-            {**LOGITS, "engine": "flower"},
-            ".*engine = 'flower'",
-        ),
+        ("toy_logits", LOGITS, "method toy_logits does not define"),
+        ("hiper_fedkd", {**LOGITS, "engine": "flower"}, ".*engine = 'flower'"),
     ],
 )
-def test_it_is_refused_where_it_could_not_see(
-    method: str, changes: dict[str, Any], words: str
+def test_runs_in_which_it_cannot_attack_are_refused(
+    method: str, changes: dict[str, Any], problem: str
 ) -> None:
-    with pytest.raises(IncompatibleMethod, match=f"measure leakage: {words}"):
-        prepare(resolve(toys.toy(method, measure=("leakage",), **changes)), toys.blobs())
+    experiment = toys.toy(method, measure=("leakage",), **changes)
+
+    with pytest.raises(IncompatibleMethod, match=f"measure leakage: {problem}"):
+        prepare(resolve(experiment), toys.blobs())
 
 
 @method("toy_says")
 @dataclass(frozen=True)
 class Says(toys.Logits):
-    """A method of logits that says what its clients send."""
+    """A method that defines the logits that its clients send."""
 
     def sent_logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
@@ -291,46 +340,54 @@ class Silent(Method):
 
 
 @pytest.mark.parametrize(
-    ("sends", "words"),
+    ("method", "problem"),
     [(Prototypes(), "nor logits but prototypes; choose"), (Silent(), "nor logits; c")],
 )
-def test_what_is_neither_a_model_nor_logits_is_refused_by_name(sends: Method, words: str) -> None:
+def test_a_method_that_sends_neither_models_nor_logits_is_refused_by_name(
+    method: Method, problem: str
+) -> None:
     ready = prepare(resolve(toys.toy("fedavg")), toys.blobs())
-    schedule = replace(ready.settings.schedule, method=sends)
+    schedule = replace(ready.settings.schedule, method=method)
     setting = MeasuredRun(schedule, "mine", schedule(1, ready.world), ready.world)
-    problem = unsuited_measures(measures(["leakage"]), setting)
-    assert problem.startswith("measure leakage: ")
-    assert "method mine " in problem
-    assert words in problem
+
+    refusal = unsuited_measures(measures(["leakage"]), setting)
+
+    assert refusal.startswith("measure leakage: ")
+    assert "method mine " in refusal
+    assert problem in refusal
 
 
-def test_a_method_of_ones_own_is_measured_if_it_says_what_is_sent(tmp_path: Path) -> None:
-    options = {"rounds": 1, **LOGITS}
-    (event, *_), _ = looked(tmp_path / "run", "toy_says", **options), LOOKS
-    seen, context = LOOKS[0]
-    tried = leakage._candidates(seen.stage.clients, seen.stage, context)
-    assert tried is not None
-    phi = {
-        c: confidences(context.passes().logits(OWN[c], tried.examples), tried.examples.labels)
-        for c in seen.stage.clients
+def test_a_method_of_ones_own_is_measured_if_it_defines_its_logits(tmp_path: Path) -> None:
+    event = measured(tmp_path / "run", "toy_says", rounds=1, **LOGITS)[0]
+
+    look = LOOKS[0]
+    candidates = look.candidates()
+    examples = candidates.examples
+    confidence = {
+        client: confidences(look.logits(CLIENT_MODELS[client], examples), examples.labels)
+        for client in look.result.stage.clients
     }
-    assert event["seen"]["loss"] == attacks_by_hand(phi, tried.owners)[0]
+    assert event["seen"]["loss"] == attacks_by_hand(confidence, candidates.owners).loss
 
 
-def test_clients_that_remember_no_model_are_named() -> None:
+def test_a_client_without_a_model_in_its_state_is_named() -> None:
     with pytest.raises(FedstillError, match="leakage: client 3"):
         leakage._model_of_logits(Payload(visits=1), 3)
 
 
-def test_every_engine_gives_the_same(tmp_path: Path) -> None:
-    def events(engine: str) -> list[Any]:
-        found = looked(tmp_path / engine, rounds=1, engine=engine)
-        return [{k: v for k, v in e.items() if not k.startswith("seconds")} for e in found]
+def test_all_engines_give_the_same_numbers(tmp_path: Path) -> None:
+    def event(engine: str) -> dict[str, Any]:
+        (look,) = measured(tmp_path / engine, rounds=1, engine=engine)
+        return {name: value for name, value in look.items() if not name.startswith("seconds")}
 
-    assert events("serial") == events("pooled") == events("flower")
+    serial = event("serial")
+
+    assert event("pooled") == serial
+    assert event("flower") == serial
 
 
 def test_cost_grows_with_the_clients() -> None:
-    images = measures(["leakage"])["leakage"].examples
-    assert images(100, 10, 300) == 2 * 300 * 11
-    assert images(10_000, 10, 50_000) == 2 * 2000 * 11
+    examples = measures(["leakage"])["leakage"].examples
+
+    assert examples(100, 10, 300) == 2 * 300 * 11
+    assert examples(10_000, 10, 50_000) == 2 * 2000 * 11

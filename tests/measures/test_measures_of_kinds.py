@@ -1,4 +1,4 @@
-"""Measures on tables, series and texts: each gives numbers, and bfloat16 trains."""
+"""Measures on tables, series and texts: each returns numbers, and bfloat16 trains."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fedstill.config.experiment import Experiment
 from fedstill.engines import devices
 from fedstill.measures.landscape import filter_normalised
 from fedstill.models import contract
-from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
+from journals import journal_events
 from kinds import CLASSES, NETWORKS, SHAPES, small_data
 
 MEASURED = {
@@ -33,6 +33,7 @@ QUERIED = {"rounds": 1, "topology": {"clients": 4}, "query": {"draw": "single", 
 
 
 def experiment(kind: str, method: str, measures: tuple[str, ...], **changes: object) -> Experiment:
+    """One round of four clients with data of a kind."""
     values: dict[str, object] = {
         "rounds": 1,
         "model": NETWORKS[kind],
@@ -44,26 +45,26 @@ def experiment(kind: str, method: str, measures: tuple[str, ...], **changes: obj
     return toys.toy(method, **{**values, **changes})
 
 
-def measured(folder: Path, kind: str, name: str) -> dict[str, object]:
-    """What a measure writes of a run on a kind."""
-    method, changes = "fedavg", {}
-    if name == "boundaries":
-        method, changes = "qkt", QUERIED
-    if name == "sphere":
-        changes = {"model": ON_A_PLANE[kind]}
-    run(experiment(kind, method, (name,), **changes), folder, data=small_data(kind))
-    events = [e for e in read_journal(folder / "journal.jsonl") if e["event"] == "measure"]
-    assert events
-    return {**events[-1]}
+def measured(kind: str, name: str) -> Experiment:
+    """A run on a kind with a measure, with the method or the network that it needs."""
+    match name:
+        case "boundaries":
+            return experiment(kind, "qkt", (name,), **QUERIED)
+        case "sphere":
+            return experiment(kind, "fedavg", (name,), model=ON_A_PLANE[kind])
+    return experiment(kind, "fedavg", (name,))
 
 
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("name", MEASURED)
-def test_a_measure_gives_numbers_for_every_kind(
+def test_a_measure_has_numbers_for_every_kind(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedstill.measures.landscape.PRODUCTS", 3)
-    event = measured(tmp_path / "run", kind, name)
+
+    run(measured(kind, name), tmp_path / "run", data=small_data(kind))
+
+    event = journal_events(tmp_path / "run", event="measure")[-1]
     assert MEASURED[name] <= event.keys()
     text = json.dumps(event)
     assert "NaN" not in text
@@ -76,25 +77,25 @@ def test_bfloat16_trains_on_every_kind(
 ) -> None:
     """Token ids stay whole numbers; torch imitates bfloat16 where a processor has none."""
     monkeypatch.setattr(devices, "has_bfloat16", lambda device: True)
-    results = {}
-    for how in ("fp32", "bf16"):
-        done = run(
-            experiment(kind, "fedntd", (), precision=how), tmp_path / how, data=small_data(kind)
-        )
-        results[how] = done.model
-    assert all(
-        v.dtype == torch.float32 and bool(v.isfinite().all()) for v in results["bf16"].values()
-    )
-    assert any(not torch.equal(v, results["bf16"][k]) for k, v in results["fp32"].items())
-    far = max(float((v - results["bf16"][k]).abs().max()) for k, v in results["fp32"].items())
-    assert far < 0.05
+    data = small_data(kind)
+
+    fp32 = run(experiment(kind, "fedntd", (), precision="fp32"), tmp_path / "fp32", data).model
+    bf16 = run(experiment(kind, "fedntd", (), precision="bf16"), tmp_path / "bf16", data).model
+
+    differences = [float((fp32[name] - value).abs().max()) for name, value in bf16.items()]
+    for value in bf16.values():
+        assert value.dtype == torch.float32
+        assert bool(value.isfinite().all())
+    assert 0 < max(differences) < 0.05
 
 
-def test_the_row_of_padding_gets_no_direction() -> None:
-    """Its norm is 0: so it stays where it is, and nothing is divided by it."""
+def test_the_embedding_of_padding_gets_no_direction() -> None:
+    """Its norm is 0: so it stays as it is, and nothing is divided by it."""
     spec = contract.spec_for("bag", (12,), CLASSES, {}, 30)
     params = contract.initial(spec, 0)
-    (key,) = [k for k in params if k.endswith("tokens.weight")]
-    towards = filter_normalised(params, [key], torch.Generator().manual_seed(0))[key]
-    assert float(towards[0].abs().sum()) == 0
-    torch.testing.assert_close(towards.norm(dim=1), params[key].norm(dim=1))
+    (tokens,) = [name for name in params if name.endswith("tokens.weight")]
+
+    directions = filter_normalised(params, [tokens], torch.Generator().manual_seed(0))
+
+    assert not directions[tokens][0].any()
+    torch.testing.assert_close(directions[tokens].norm(dim=1), params[tokens].norm(dim=1))

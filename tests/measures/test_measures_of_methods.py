@@ -1,13 +1,13 @@
-"""Every measure with methods of every kind: it is refused at the start, or writes numbers of models
-that are there.
+"""Every measure with methods of every kind: it is refused at the start, or records numbers of
+existing models.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,22 @@ from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.errors import FedstillError, IncompatibleMethod
 from fedstill.core.extensions import StageResult
+from fedstill.data.dataset import Dataset
 from fedstill.measures.base import EvaluationContext, Measure, Numbers
 from fedstill.models import contract
 from fedstill.running import observers
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run
+from journals import journal_events
 
-MEASURES = [n for n in registry.names("measure") if not n.startswith("toy_")]
-BY_CLIENTS = {
+MEASURES = [name for name in registry.names("measure") if not name.startswith("toy_")]
+CLIENT_FIELDS = {
     "local": "correct_by_class",
     "epochs": "correct_by_epoch",
     "personal": "trained_right",
+    "private_public": "private",
 }
-BY_CLIENTS |= {"private_public": "private"}
-"""Measures that clients take, and a field of theirs."""
+"""By measure that clients take, a field of their events."""
 
 MATCHED = {"name": "pfnm", "gamma": (1.0,), "variance": (1.0,), "prior_variance": (1.0,)}
 METHODS: Mapping[str, Mapping[str, Any]] = {
@@ -53,24 +55,29 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "metafed": {"topology": {"clients": 4}},
     "sfedkd": {"topology": {"kind": "sequential", "clients": 4}},
 }
-PEERS = {"local_only", "naive_kd", "qkt", "pfnm"}
-"""They meet once, or once a task."""
-WITHOUT_A_GLOBAL_MODEL = [
-    m for m in METHODS if m.split(",")[0] in ("local_only", "naive_kd", "qkt", "fd", "fedproto")
+ONE_ROUND = {"local_only", "naive_kd", "qkt", "pfnm"}
+"""Methods of one round, or of one for each task."""
+
+METHODS_WITHOUT_GLOBAL_MODEL = {"local_only", "naive_kd", "qkt", "fd", "fedproto"}
+CASES_WITHOUT_GLOBAL_MODEL = [
+    case for case in METHODS if case.split(",")[0] in METHODS_WITHOUT_GLOBAL_MODEL
 ]
 COMPARE = ["alignment", "divergence", "diversity", "landscape", "sphere", "tsne", "units"]
 """Measures that compare local models with the server's."""
 
 
-def toy(case: str, *names: str, **changes: Any) -> Experiment:
-    """Two rounds of a method, whose features are two numbers, so that every picture can be drawn of
-    them.
+def toy(case: str, *measures: str, **changes: Any) -> Experiment:
+    """Two rounds of a method, with a network of two features, of which every picture can be
+    drawn.
     """
     method = case.split(",")[0]
+    rounds = 2
+    if method in ONE_ROUND and "stream" not in METHODS[case]:
+        rounds = 1
     values = {
         **toys.suited(method),
-        "rounds": 1 if method in PEERS and "stream" not in METHODS[case] else 2,
-        "measure": names,
+        "rounds": rounds,
+        "measure": measures,
         "measure_every": 1,
         "model": {"name": "mlp", "hidden": (2,)},
         "topology": {"clients": 4},
@@ -81,178 +88,192 @@ def toy(case: str, *names: str, **changes: Any) -> Experiment:
     return toys.toy(values.pop("method", method), **values)
 
 
-def small() -> Any:
+def small_blobs() -> Dataset:
+    """100 training images and 40 test images."""
     data = toys.blobs(size=100)
     return replace(data, test=data.test.take(torch.arange(40)))
 
 
-def refused(case: str, name: str) -> str:
-    """Why a measure is refused, in one line; empty if it is not."""
+def refusal(case: str, measure: str) -> str:
+    """Why a measure is refused; empty if it is not."""
     try:
-        prepare(resolve(toy(case, name)), small())
+        prepare(resolve(toy(case, measure)), small_blobs())
     except IncompatibleMethod as error:
-        if not str(error).startswith(f"measure {name}: "):
+        if not str(error).startswith(f"measure {measure}: "):
             raise
         return str(error)
     return ""
 
 
 def numbers(value: Any) -> Iterator[float]:
+    """All numbers in nested mappings and lists."""
     if isinstance(value, Mapping):
         value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for one in value:
-            yield from numbers(one)
-    elif isinstance(value, (int, float)):
+    if isinstance(value, list | tuple):
+        yield from chain.from_iterable(map(numbers, value))
+    elif isinstance(value, int | float):
         yield float(value)
 
 
 @pytest.fixture
 def without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules that parameters run in have weights of their own, which no measure may use: here
-    these are no numbers.
+    """Modules that are run with parameters have weights of their own, which no measure may use:
+    here they are NaN.
     """
-    plain = observers.look
+    plain_look = observers.look
 
-    def looked(
-        name: str, measure: Measure, seen: StageResult, context: EvaluationContext
+    def look(
+        name: str, measure: Measure, result: StageResult, context: EvaluationContext
     ) -> Numbers | None:
-        for spec in {
-            context.spec,
-            seen.before.model or context.spec,
-            seen.after.model or context.spec,
-        }:
-            made = contract.module(spec, "frozen")
+        specs = {context.spec}
+        for state in (result.before, result.after):
+            specs.add(state.model or context.spec)
+        for spec in specs:
+            module = contract.module(spec, "frozen")
             with torch.no_grad():
-                for value in (*made.parameters(), *made.buffers()):
+                for value in (*module.parameters(), *module.buffers()):
                     value.fill_(math.nan)
-        return plain(name, measure, seen, context)
+        return plain_look(name, measure, result, context)
 
     monkeypatch.setattr(contract, "_modules", type(contract._modules)())
-    monkeypatch.setattr(observers, "look", looked)
+    monkeypatch.setattr(observers, "look", look)
 
 
+def recorded_numbers(folder: Path, measure: str) -> list[float]:
+    """The numbers of a measure in a journal."""
+    values: list[Any] = journal_events(folder, event="measure", measure=measure)
+    if measure in CLIENT_FIELDS:
+        events = journal_events(folder, event="client")
+        values = [event.get(CLIENT_FIELDS[measure]) for event in events]
+    return list(numbers(values))
+
+
+@pytest.mark.usefixtures("without_weights")
 @pytest.mark.parametrize("case", METHODS)
-def test_it_is_refused_or_it_writes_numbers_of_models_that_there_are(
-    case: str, tmp_path: Path, without_weights: None, caplog: pytest.LogCaptureFixture
+def test_a_measure_is_refused_or_records_numbers_of_existing_models(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    why = {name: refused(case, name) for name in MEASURES}
-    assert not any("\n" in said for said in why.values())
-    taken = [name for name, said in why.items() if not said]
-    run(toy(case, *taken), tmp_path / "run", data=small())
-    lines = [
-        json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()
-    ]
-    for name in taken:
-        if name in BY_CLIENTS:
-            own = [
-                e[BY_CLIENTS[name]]
-                for e in lines
-                if e["event"] == "client" and BY_CLIENTS[name] in e
-            ]
-        else:
-            own = [e for e in lines if e["event"] == "measure" and e["measure"] == name]
-        found = [n for event in own for n in numbers(event)]
-        silent = (
-            f"measure {name} looks once, in round",
-            f"measure {name}: in the last round no client",
-        )
-        assert found or any(said in caplog.text for said in silent), f"{name} is silent"
+    """A measure without numbers warns that it has none."""
+    refusals = {name: refusal(case, name) for name in MEASURES}
+    accepted = [name for name, reason in refusals.items() if not reason]
+
+    run(toy(case, *accepted), tmp_path / "run", data=small_blobs())
+
+    assert not any("\n" in reason for reason in refusals.values())
+    for name in accepted:
+        found = recorded_numbers(tmp_path / "run", name)
+        if not found:
+            looks_once = f"measure {name} looks once, in round" in caplog.text
+            without_clients = f"measure {name}: in the last round no client" in caplog.text
+            assert looks_once or without_clients, f"{name} is silent"
         assert all(map(math.isfinite, found)), name
 
 
-@pytest.mark.parametrize("case", WITHOUT_A_GLOBAL_MODEL)
+@pytest.mark.parametrize("case", CASES_WITHOUT_GLOBAL_MODEL)
 @pytest.mark.parametrize("name", COMPARE)
-def test_there_is_nothing_to_compare_with_where_the_server_has_no_model(
+def test_comparisons_with_the_servers_model_are_refused_if_it_has_none(
     case: str, name: str
 ) -> None:
     method = case.split(",")[0]
+
     with pytest.raises(IncompatibleMethod, match=rf"measure {name}: .* method {method} "):
-        prepare(resolve(toy(case, name)), small())
+        prepare(resolve(toy(case, name)), small_blobs())
 
 
 @pytest.mark.parametrize(
     "topology", [{"kind": "sequential", "clients": 4}, {"clients": 4, "sampled": 1}]
 )
 def test_gradients_of_one_client_do_not_differ(topology: Mapping[str, Any]) -> None:
-    says = (
+    problem = (
         r"measure diversity: it needs two clients .*; set topology\.kind = 'parallel' and "
         r".*sampled"
     )
-    with pytest.raises(IncompatibleMethod, match=says):
-        prepare(resolve(toy("fedavg", "diversity", topology=topology)), small())
+
+    with pytest.raises(IncompatibleMethod, match=problem):
+        prepare(resolve(toy("fedavg", "diversity", topology=topology)), small_blobs())
 
 
-def test_pictures_of_the_end_are_of_the_last_stage_that_sends_models(tmp_path: Path) -> None:
-    for case, stage in (("feddf", "train"), ("fedavg, then ridge", "train"), ("metafed", "train")):
-        run(toy(case, "units"), tmp_path / case, data=small())
-        lines = [
-            json.loads(line)
-            for line in (tmp_path / case / "journal.jsonl").read_text().splitlines()
-        ]
-        looks = [(e["round"], e["name"], e["stage"]) for e in lines if e["event"] == "measure"]
-        last = max(
-            e["stage"]
-            for e in lines
-            if e["event"] == "client" and (e["round"], e["name"]) == (2, stage)
-        )
-        assert looks == [(2, stage, last)]
+@pytest.mark.parametrize("case", ["feddf", "fedavg, then ridge", "metafed"])
+def test_pictures_of_the_end_are_of_the_last_stage_that_sends_models(
+    case: str, tmp_path: Path
+) -> None:
+    run(toy(case, "units"), tmp_path / "run", data=small_blobs())
+
+    (look,) = journal_events(tmp_path / "run", event="measure")
+    trained = journal_events(tmp_path / "run", event="client", round=2, name="train")
+    assert look["round"] == 2
+    assert look["name"] == "train"
+    assert look["stage"] == max(event["stage"] for event in trained)
 
 
-def test_a_picture_of_the_end_is_refused_where_models_are_sent_only_before() -> None:
-    topology = {"clients": 4, "first": "fit"}
-    what = toys.toy(
-        "toy_logits", data={"public": toys.PUBLIC}, topology=topology, measure=("units",)
+def test_a_picture_of_the_end_is_refused_if_models_are_sent_only_earlier() -> None:
+    """In round 1, the fit before it sends models."""
+    two_rounds = toys.toy(
+        "toy_logits",
+        data={"public": toys.PUBLIC},
+        topology={"clients": 4, "first": "fit"},
+        measure=("units",),
     )
+    one_round = two_rounds.with_values({"rounds": 1}, "test")
+
     with pytest.raises(IncompatibleMethod, match="measure units"):
-        prepare(resolve(what), toys.blobs())
-    prepare(resolve(what.with_values({"rounds": 1}, "test")), toys.blobs())
+        prepare(resolve(two_rounds), toys.blobs())
+    prepare(resolve(one_round), toys.blobs())
 
 
-def test_it_is_said_where_a_picture_of_the_end_shows_nothing(
+def test_a_picture_of_the_end_without_content_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Over tasks the analytic method trains in the first alone, and so sends no models in the last
-    round.
+    """Over tasks the analytic method trains in the first round only, and sends no models in the
+    last one.
     """
-    what = toy("analytic", "units", stream={"kind": "classes", "tasks": 2})
-    run(what, tmp_path / "run", data=small())
+    experiment = toy("analytic", "units", stream={"kind": "classes", "tasks": 2})
+
+    run(experiment, tmp_path / "run", data=small_blobs())
+
     assert "measure units" in caplog.text
 
 
-def test_it_is_said_where_no_client_has_a_model_to_measure(
+def test_measures_without_a_client_that_has_a_model_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """AFL's clients send sums of features, and have no model of their own."""
-    run(toy("afl", "local", "personal"), tmp_path / "run", data=small())
+    run(toy("afl", "local", "personal"), tmp_path / "afl", data=small_blobs())
     for name in ("local", "personal"):
         assert f"measure {name}: in the last round no client had a model to measure" in caplog.text
+
     caplog.clear()
-    run(toy("fedavg", "local", "personal"), tmp_path / "other", data=small())
+    run(toy("fedavg", "local", "personal"), tmp_path / "fedavg", data=small_blobs())
     assert "measure" not in caplog.text
 
 
-def test_a_plane_is_of_the_body_whatever_the_head_is() -> None:
-    """The head of fedetf's network is a simplex, without weights to tell the number of features
-    by.
+def test_a_plane_is_of_the_body_for_every_kind_of_head() -> None:
+    """The head of FedETF's network is a simplex, without weights that show the number of
+    features.
     """
+    experiment = toys.toy("fedetf", model=toys.on_simplex(), measure=("sphere",))
+
     with pytest.raises(IncompatibleMethod, match=r"measure sphere: model etf\(.*\) has 8 features"):
-        prepare(resolve(toys.toy("fedetf", model=toys.on_simplex(), measure=("sphere",))), small())
+        prepare(resolve(experiment), small_blobs())
 
 
-def test_a_model_that_lacks_an_entry_is_not_run_with_another_in_its_place() -> None:
-    ready = prepare(resolve(toy("fedavg")), small())
+def test_a_model_that_lacks_an_entry_is_refused() -> None:
+    """Another model's entry must not take its place. Features do not need the head."""
+    ready = prepare(resolve(toy("fedavg")), small_blobs())
     context = ready.evaluation_context(None, None)
     assert context is not None
-    some = {k: v for k, v in ready.world.initial(0).items() if k != "head.bias"}
-    says = r"mlp\(.*\) that lacks head\.bias"
-    for act in (context.predictor, lambda p: context.accuracy_by_class(p, context.test)):
-        with pytest.raises(FedstillError, match=says):
-            act(some)
-    with pytest.raises(FedstillError, match=says):
-        context.passes().logits(some, context.test)
+    passes = context.passes()
+    incomplete = dict(ready.world.initial(0))
+    del incomplete["head.bias"]
+    head_only = {name: value for name, value in incomplete.items() if "head" in name}
+
+    problem = r"mlp\(.*\) that lacks head\.bias"
+    with pytest.raises(FedstillError, match=problem):
+        context.predictor(incomplete)
+    with pytest.raises(FedstillError, match=problem):
+        context.accuracy_by_class(incomplete, context.test)
+    with pytest.raises(FedstillError, match=problem):
+        passes.logits(incomplete, context.test)
     with pytest.raises(FedstillError, match=r"body\.1\.weight"):
-        context.passes().features({k: v for k, v in some.items() if "head" in k}, context.test)
-    assert context.passes().features(some, context.test).shape == (40, 2), (
-        "the head has no part in it"
-    )
+        passes.features(head_only, context.test)
+    assert passes.features(incomplete, context.test).shape == (40, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -33,22 +34,24 @@ class Mine(Measure):
 
     gives = ("weight",)
 
-    def look(self, seen, context):
-        return {"deep": {"er": 12345.678 * seen.stage.round}, "accuracy": 0.5, "text": "none"}
+    def look(self, result, context):
+        return {"deep": {"er": 12345.678 * result.stage.round}, "accuracy": 0.5, "text": "none"}
 
-    def at_client(self, seen):
+    def at_client(self, visit):
         return {"weight": 0.25}
 
-    def of_round(self, seen):
-        sent = [event["weight"] for event in seen.clients if "weight" in event]
-        return {"mean_weight": sum(sent) / len(sent)} if sent else {}
+    def of_round(self, reports):
+        weights = [event["weight"] for event in reports.clients if "weight" in event]
+        if not weights:
+            return {}
+        return {"mean_weight": sum(weights) / len(weights)}
 '''
 
 NAMES = {"mine.py/deep/er", "mean_weight"}
 
 
-class Sent:
-    """A tracker that keeps what it is told."""
+class MemoryTracker:
+    """A tracker that keeps the numbers of each round."""
 
     def __init__(self) -> None:
         self.rounds: dict[int, Mapping[str, float]] = {}
@@ -66,31 +69,41 @@ class Sent:
         """Nothing."""
 
 
+@dataclass(frozen=True)
+class TrackedRuns:
+    """A folder with two runs, and the tracker of the one with the measure."""
+
+    folder: Path
+    tracker: MemoryTracker
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sent]:
-    """Two methods, one of which has the measure, and what its tracker got."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> TrackedRuns:
+    """Runs of two methods, one of which has the measure."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "mine.py").write_text(MEASURE)
-    sent = Sent()
+    tracker = MemoryTracker()
     measure = (str(folder / "mine.py"),)
-    run(toys.toy(measure=measure), folder / "fedavg", toys.blobs(), track=sent)
+    run(toys.toy(measure=measure), folder / "fedavg", toys.blobs(), track=tracker)
     run(toys.toy("fedntd", measure=()), folder / "fedntd", toys.blobs())
-    return folder, sent
+    return TrackedRuns(folder, tracker)
 
 
-def test_trackers_and_the_frame_have_them(runs: tuple[Path, Sent]) -> None:
-    folder, sent = runs
-    assert {number for number, numbers in sent.rounds.items() if numbers.keys() >= NAMES} == {2, 3}
-    frame = load_runs(folder, metrics=["mine.py/deep/er", "mean_weight"])
+def test_trackers_and_the_frame_have_the_numbers(runs: TrackedRuns) -> None:
+    rounds = runs.tracker.rounds
+    measured_rounds = {index for index, numbers in rounds.items() if numbers.keys() >= NAMES}
+    assert measured_rounds == {2, 3}
+
+    frame = load_runs(runs.folder, metrics=["mine.py/deep/er", "mean_weight"])
     of_rounds = frame[frame["stage"].isna() & frame["round"].notna()]
-    for number, numbers in sent.rounds.items():
-        rows = of_rounds[of_rounds["round"] == number]
+    for index, numbers in rounds.items():
+        rows = of_rounds[of_rounds["round"] == index]
         values = dict(zip(rows["metric"], rows["value"], strict=True))
         assert values == {name: numbers[name] for name in NAMES & numbers.keys()}
 
 
-def test_tables_have_a_column_for_each(runs: tuple[Path, Sent], tmp_path: Path) -> None:
-    folder, _ = runs
+def test_tables_have_a_column_for_each(runs: TrackedRuns, tmp_path: Path) -> None:
+    folder = runs.folder
     comparison = Comparison.of(folder)
     row = comparison.table().set_index("group").loc["fedavg"]
     assert row["mean_weight"] == 0.25
@@ -109,20 +122,21 @@ def test_tables_have_a_column_for_each(runs: tuple[Path, Sent], tmp_path: Path) 
 
 
 def test_the_closing_table_of_a_run_has_the_latest_of_each(
-    runs: tuple[Path, Sent], capsys: pytest.CaptureFixture[str]
+    runs: TrackedRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, _ = runs
+    folder = runs.folder
     assert show(Result.of(folder / "fedavg"), has_queries_each_round=False) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert {("mine.py/deep/er", "37037"), ("mean_weight", "0.250")} <= {
-        (words[0], words[-1]) for words in lines if words
-    }
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    last_cells = {row[0]: row[-1] for row in rows if row}
+    assert last_cells["mine.py/deep/er"] == "37037"
+    assert last_cells["mean_weight"] == "0.250"
+
     show(Result.of(folder / "fedntd"), has_queries_each_round=False)
     assert not any(name in capsys.readouterr().out for name in NAMES)
 
 
-def test_the_page_draws_each_by_round(runs: tuple[Path, Sent]) -> None:
-    folder, _ = runs
+def test_the_page_draws_each_by_round(runs: TrackedRuns) -> None:
+    folder = runs.folder
     text = page(Comparison.of(folder).groups)
     assert 'id="own_measures"' in text
     without = page(Comparison.of(folder / "fedntd").groups)
@@ -130,18 +144,20 @@ def test_the_page_draws_each_by_round(runs: tuple[Path, Sent]) -> None:
 
 
 def test_a_number_named_as_the_runs_own_is_drawn_for_its_measure_alone(
-    runs: tuple[Path, Sent],
+    runs: TrackedRuns,
 ) -> None:
-    folder, _ = runs
+    folder = runs.folder
     compared = Comparison.of(folder).groups
     section = as_html(own_measures(Report(compared)))
-    drawn = [[trace["name"] for trace in figure["data"]] for figure in figures_in(section)]
-    assert drawn == [["fedavg"]] * len(own_metrics(compared))
+    figures = figures_in(section)
+    assert len(figures) == len(own_metrics(compared))
+    for figure in figures:
+        assert [trace["name"] for trace in figure["data"]] == ["fedavg"]
     assert "mine.py/accuracy" in own_metrics(compared)
 
 
-def test_what_is_listed_of_measures_is_in_no_table_of_rounds(runs: tuple[Path, Sent]) -> None:
-    folder, _ = runs
+def test_what_is_listed_of_measures_is_in_no_table_of_rounds(runs: TrackedRuns) -> None:
+    folder = runs.folder
     result = Result.of(folder / "fedavg")
     assert not [name for name in result.rounds().columns if name.startswith("of_measures")]
     events = read_journal(folder / "fedntd/journal.jsonl")
