@@ -5,8 +5,9 @@ clear refusals.
 from __future__ import annotations
 
 import json
+import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import digest
-from fedstill.running.compare import Outcome, _next, seeded, with_starts
+from fedstill.core.records import SERVER
+from fedstill.running.compare import Outcome, Variant, _next, seeded, with_starts
 from fedstill.running.journal import read_journal
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
@@ -37,52 +39,54 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def going_on(first: Path, **changes: Any) -> Experiment:
+def started_from(first: Path, **changes: Any) -> Experiment:
+    """A run of FedNTD that starts from the model of a run, or from a file."""
     return toys.toy("fedntd", **{**SMALL, "partition": "iid", "start_from": str(first), **changes})
 
 
-def test_it_starts_with_the_other_runs_last_model(first: Path, tmp_path: Path) -> None:
-    run(going_on(first), tmp_path / "second", data=toys.blobs())
+def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The parameters of the final model of a run."""
+    return safetensors.torch.load((folder / "model.safetensors").read_bytes())
+
+
+def test_it_starts_with_the_last_model_of_the_other_run(first: Path, tmp_path: Path) -> None:
+    run(started_from(first), tmp_path / "second", data=toys.blobs())
     events = read_journal(tmp_path / "second" / "journal.jsonl")
-    (initial,) = [e for e in events if e["event"] == "initial"]
-    (last,) = [
-        e
-        for e in read_journal(first / "journal.jsonl")
-        if e["event"] == "round" and e["round"] == 2
-    ]
-    assert (initial["accuracy"], initial["class_accuracy"]) == (
-        last["accuracy"],
-        last["class_accuracy"],
-    )
+    (initial,) = [event for event in events if event["event"] == "initial"]
+    last = read_journal(first / "journal.jsonl")[-1]
+    assert (last["event"], last["round"]) == ("round", 2)
+    assert initial["accuracy"] == last["accuracy"]
+    assert initial["class_accuracy"] == last["class_accuracy"]
     assert last["accuracy"] > 0.5, "it has learned, so that drawn weights would differ"
-    named = prepare(resolve(going_on(first / "model.safetensors")), toys.blobs()).world
-    trained = safetensors.torch.load((first / "model.safetensors").read_bytes())
-    assert all(torch.equal(named.initial(c)[k], trained[k]) for c in (-1, 0, 3) for k in trained)
+
+    world = prepare(resolve(started_from(first / "model.safetensors")), toys.blobs()).world
+    trained = parameters_of(first)
+    for client in (SERVER, 0, 3):
+        assert all(torch.equal(world.initial(client)[name], trained[name]) for name in trained)
 
 
 def test_it_resumes_to_the_same_bits_and_from_the_same_model_only(
     first: Path, tmp_path: Path
 ) -> None:
-    run(going_on(first), tmp_path / "whole", data=toys.blobs())
-    other = stopped(going_on(first), tmp_path / "stopped", 1)
-    kept = [
-        (path, path.read_bytes()) for path in (first / "model.safetensors", first / "summary.json")
-    ]
-    again = safetensors.torch.save(
-        {k: v + 1 for k, v in safetensors.torch.load(kept[0][1]).items()}
-    )
-    (first / "model.safetensors").write_bytes(again)
+    start = Path(shutil.copytree(first, tmp_path / "start"))
+    run(started_from(start), tmp_path / "whole", data=toys.blobs())
+    folder = stopped(started_from(start), tmp_path / "stopped", 1)
+
+    changed = {name: parameter + 1 for name, parameter in parameters_of(first).items()}
+    changed_model = safetensors.torch.save(changed)
+    (start / "model.safetensors").write_bytes(changed_model)
     with pytest.raises(CorruptFile, match="SHA-256"):
-        resume(other, data=toys.blobs())
-    (first / "summary.json").write_text(
-        json.dumps(json.loads(kept[1][1]) | {"model_sha256": digest(again)})
-    )
+        resume(folder, data=toys.blobs())
+
+    summary = json.loads((first / "summary.json").read_bytes())
+    summary["model_sha256"] = digest(changed_model)
+    (start / "summary.json").write_text(json.dumps(summary))
     with pytest.raises(CorruptFile, match="another model"):
-        resume(other, data=toys.blobs())
-    for path, was in kept:
-        path.write_bytes(was)
-    resume(other, data=toys.blobs())
-    assert_same_bits(bits(other), bits(tmp_path / "whole"))
+        resume(folder, data=toys.blobs())
+
+    shutil.copytree(first, start, dirs_exist_ok=True)
+    resume(folder, data=toys.blobs())
+    assert_same_bits(bits(folder), bits(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize(
@@ -98,11 +102,11 @@ def test_it_resumes_to_the_same_bits_and_from_the_same_model_only(
         ),
     ],
 )
-def test_what_it_cannot_start_from_is_refused(
+def test_a_model_that_is_absent_or_does_not_fit_is_refused(
     changes: dict[str, Any], words: str, first: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
-        run(going_on(first, **changes), tmp_path / "run", data=toys.blobs())
+        run(started_from(first, **changes), tmp_path / "run", data=toys.blobs())
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
 
@@ -110,68 +114,83 @@ def test_what_it_cannot_start_from_is_refused(
 def test_a_damaged_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "m.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(CorruptFile, match=r"m\.safetensors"):
-        prepare(resolve(going_on(tmp_path / "m.safetensors")), toys.blobs())
+        prepare(resolve(started_from(tmp_path / "m.safetensors")), toys.blobs())
 
 
 def test_seeds_that_start_from_their_own_seed_are_one_group(first: Path, tmp_path: Path) -> None:
-    for seed in (7, 8):
-        start = first if seed == 7 else tmp_path / "trained long" / "seed8"
-        if seed == 8:
-            run(toys.toy(**SMALL, seed=8), start, data=toys.blobs())
-        run(going_on(start, seed=seed), tmp_path / "visits" / f"seed{seed}", data=toys.blobs())
+    second = tmp_path / "trained long" / "seed8"
+    run(toys.toy(**SMALL, seed=8), second, data=toys.blobs())
+    run(started_from(first, seed=7), tmp_path / "visits" / "seed7", data=toys.blobs())
+    run(started_from(second, seed=8), tmp_path / "visits" / "seed8", data=toys.blobs())
     (group,) = groups([tmp_path / "visits"])
+
     assert group.settings["start_from"] == "trained long"
     assert group.seeds == [7, 8]
 
 
 def test_a_run_waits_for_the_one_that_it_starts_from(tmp_path: Path) -> None:
-    start = seeded("start", Experiment(), 1, tmp_path / "start")
-    visits = [replace(seeded(name, Experiment(), 1, tmp_path / name), after=start) for name in "ab"]
-    every = with_starts([*visits, seeded("c", Experiment(), 1, tmp_path / "c")])
-    assert [v.label for v in every] == ["start", "a", "b", "c"]
-    outcomes = [Outcome(v, 1) for v in every]
+    def variant(name: str) -> Variant:
+        return seeded(name, Experiment(), 1, tmp_path / name)
+
+    start = variant("start")
+    visits = [replace(variant("a"), after=start), replace(variant("b"), after=start)]
+    runs = with_starts([*visits, variant("c")])
+    assert [run.label for run in runs] == ["start", "a", "b", "c"]
+
+    outcomes = [Outcome(run, 1) for run in runs]
     outcomes[0].state = "running"
     tasks = outcomes[1:]
     ready = _next(tasks, outcomes)
     assert ready is not None
     assert ready.variant.label == "c"
     assert _next(tasks[:2], outcomes) is None
-    outcomes[0].state = "failed"  # then it is the visit itself that says what is missing
+
+    outcomes[0].state = "failed"  # then the error of the visit names the missing model
     assert _next(tasks[:2], outcomes) is tasks[0]
 
 
-def saved(first: Path, path: Path, shape: Callable[[dict[str, torch.Tensor]], Any] = dict) -> Path:
-    """A file of torch.save with the first run's model, in some shape."""
-    torch.save(shape(safetensors.torch.load((first / "model.safetensors").read_bytes())), path)
-    return path
+StateDict = dict[str, torch.Tensor]
 
 
-@pytest.mark.parametrize("old", [False, True], ids=["zip", "legacy"])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        dict,
-        lambda own: {"epoch": 3, "state_dict": own, "optimizer": {"state": {}}},
-        lambda own: {
-            "model_state_dict": {f"module.{k}": torch.nn.Parameter(v) for k, v in own.items()}
-        },
-    ],
-    ids=["bare", "nested", "data_parallel"],
-)
+def bare(parameters: StateDict) -> object:
+    """The state dict itself."""
+    return parameters
+
+
+def nested(parameters: StateDict) -> object:
+    """The state dict in a checkpoint of a training loop."""
+    return {"epoch": 3, "state_dict": parameters, "optimizer": {"state": {}}}
+
+
+def data_parallel(parameters: StateDict) -> object:
+    """The state dict as ``DataParallel`` names its entries."""
+    entries = {f"module.{name}": torch.nn.Parameter(value) for name, value in parameters.items()}
+    return {"model_state_dict": entries}
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+@pytest.mark.parametrize("shape", [bare, nested, data_parallel])
 def test_a_state_dict_of_torch_is_the_same_model(
-    shape: Any, old: bool, first: Path, tmp_path: Path
+    shape: Callable[[StateDict], object], legacy: bool, first: Path, tmp_path: Path
 ) -> None:
-    stored = safetensors.torch.load((first / "model.safetensors").read_bytes())
-    torch.save(shape(stored), tmp_path / "net.pth", _use_new_zipfile_serialization=not old)
-    start = prepare(resolve(going_on(tmp_path / "net.pth")), toys.blobs()).world.initial(-1)
-    assert list(start) == ["body.1.weight", "body.1.bias", "head.weight", "head.bias"], (
-        "the network's order"
-    )
-    assert all(torch.equal(start[k], v) and not start[k].requires_grad for k, v in stored.items())
+    stored = parameters_of(first)
+    torch.save(shape(stored), tmp_path / "net.pth", _use_new_zipfile_serialization=not legacy)
+    start = initial_parameters(started_from(tmp_path / "net.pth"))
+    names_in_order = ["body.1.weight", "body.1.bias", "head.weight", "head.bias"]
+
+    assert list(start) == names_in_order
+    for name, parameter in stored.items():
+        assert torch.equal(start[name], parameter)
+        assert not start[name].requires_grad
+
+
+def initial_parameters(experiment: Experiment) -> Mapping[str, torch.Tensor]:
+    """The parameters with which the server of a run begins."""
+    return prepare(resolve(experiment), toys.blobs()).world.initial(SERVER)
 
 
 class RunsCode:
-    """What a pickle can do when it is opened."""
+    """A pickle of it creates a file when it is opened."""
 
     def __reduce__(self) -> Any:
         return Path.touch, (Path("was_run"),)
@@ -180,11 +199,7 @@ class RunsCode:
 @pytest.mark.parametrize(
     ("value", "error", "words"),
     [
-        (
-            torch.nn.Linear(2, 2),
-            ConfigError,
-            "could execute code.*state_dict",
-        ),
+        (torch.nn.Linear(2, 2), ConfigError, "could execute code.*state_dict"),
         (RunsCode(), ConfigError, "could execute code"),
         ({"a": 1.0}, ConfigError, "is not a state dict .*: its 'a' is not a tensor"),
         ({0: torch.zeros(1)}, ConfigError, "its 0 is not a tensor"),
@@ -214,7 +229,7 @@ def test_a_file_of_torch_that_is_no_model_is_refused(
     monkeypatch.chdir(tmp_path)
     torch.save(value, tmp_path / "net.pt")
     with pytest.raises(error, match=words) as caught:
-        prepare(resolve(going_on(tmp_path / "net.pt")), toys.blobs())
+        prepare(resolve(started_from(tmp_path / "net.pt")), toys.blobs())
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "was_run").exists()
 
@@ -228,58 +243,64 @@ def compressed(path: Path) -> None:
             archive.writestr(name, data)
 
 
-@pytest.mark.parametrize("old", [False, True], ids=["zip", "legacy"])
-@pytest.mark.parametrize("attack", ["one number", "shared", "compressed"])
-def test_a_small_file_of_torch_makes_no_large_model(attack: str, old: bool, tmp_path: Path) -> None:
-    shared = torch.zeros(1 << 16)
-    tensors = {
-        "one number": {"body.1.weight": torch.zeros(1).expand(1 << 40)},
-        "shared": {f"{number}": shared for number in range(5000)},
-        "compressed": {"body.1.weight": torch.zeros(1 << 16)},
-    }[attack]
-    torch.save(tensors, tmp_path / "net.pt", _use_new_zipfile_serialization=not old)
+ZEROS = torch.zeros(1 << 16)
+
+LARGE_WHEN_LOADED: dict[str, StateDict] = {
+    "one number": {"body.1.weight": torch.zeros(1).expand(1 << 40)},
+    "shared": {f"{number}": ZEROS for number in range(5000)},
+    "compressed": {"body.1.weight": ZEROS},
+}
+"""State dicts whose files are small."""
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+@pytest.mark.parametrize("attack", LARGE_WHEN_LOADED)
+def test_a_small_file_of_torch_with_a_large_model_is_refused(
+    attack: str, legacy: bool, tmp_path: Path
+) -> None:
+    if attack == "compressed" and legacy:
+        pytest.skip("the older format does not compress")
+    state_dict = LARGE_WHEN_LOADED[attack]
+    torch.save(state_dict, tmp_path / "net.pt", _use_new_zipfile_serialization=not legacy)
     if attack == "compressed":
-        if old:
-            pytest.skip("the older format does not compress")
         compressed(tmp_path / "net.pt")
+
     with pytest.raises(CorruptFile, match=r"net\.pt"):
-        prepare(resolve(going_on(tmp_path / "net.pt")), toys.blobs())
+        prepare(resolve(started_from(tmp_path / "net.pt")), toys.blobs())
 
 
-@pytest.mark.parametrize("kept", [0, 10, 900], ids=str)
-def test_a_damaged_file_of_torch_is_named(kept: int, first: Path, tmp_path: Path) -> None:
-    path = saved(first, tmp_path / "net.pt")
-    path.write_bytes(path.read_bytes()[:kept])
+@pytest.mark.parametrize("length", [0, 10, 900], ids=str)
+def test_a_damaged_file_of_torch_is_named(length: int, first: Path, tmp_path: Path) -> None:
+    path = tmp_path / "net.pt"
+    torch.save(parameters_of(first), path)
+    path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(CorruptFile, match=r"net\.pt") as caught:
-        prepare(resolve(going_on(path)), toys.blobs())
+        prepare(resolve(started_from(path)), toys.blobs())
     assert "\n" not in str(caught.value)
 
 
-def test_what_fits_is_taken_and_the_rest_is_drawn_and_named(
+def test_entries_that_fit_come_from_the_file_and_the_others_are_drawn_and_named(
     first: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = {"head.weight": torch.zeros(7, 8), "more": torch.zeros(1)}
-    path = saved(first, tmp_path / "net.pt", lambda own: {**own, **other})
-    experiment = going_on(path, start_from_partial=True)
+    stored = parameters_of(first)
+    other_entries = {"head.weight": torch.zeros(7, 8), "more": torch.zeros(1)}
+    torch.save({**stored, **other_entries}, tmp_path / "net.pt")
+    experiment = started_from(tmp_path / "net.pt", start_from_partial=True)
     run(experiment, tmp_path / "run", data=toys.blobs())
-    (start,) = [
-        e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "start"
-    ]
-    assert (start["start_from_new"], start["start_from_left_out"]) == (
-        ["head.weight"],
-        ["head.weight", "more"],
-    )
-    assert (
-        "3 of 4 entries come from the file; new: head.weight; left out: head.weight, more"
-        in caplog.text
-    )
-    stored = safetensors.torch.load((first / "model.safetensors").read_bytes())
-    drawn = prepare(
-        resolve(replace(experiment, start_from="", start_from_partial=False)), toys.blobs()
-    ).world.initial(0)
-    ours = prepare(resolve(experiment), toys.blobs()).world.initial(0)
-    assert list(ours) == list(drawn)
-    assert all(torch.equal(ours[k], (drawn if k == "head.weight" else stored)[k]) for k in ours)
+
+    start = read_journal(tmp_path / "run" / "journal.jsonl")[0]
+    assert start["start_from_new"] == ["head.weight"]
+    assert start["start_from_left_out"] == ["head.weight", "more"]
+    message = "3 of 4 entries come from the file; new: head.weight; left out: head.weight, more"
+    assert message in caplog.text
+
+    drawn = initial_parameters(replace(experiment, start_from="", start_from_partial=False))
+    expected = {**stored, "head.weight": drawn["head.weight"]}
+    partly_stored = initial_parameters(experiment)
+    assert list(partly_stored) == list(drawn)
+    for name, parameter in partly_stored.items():
+        assert torch.equal(parameter, expected[name])
+
     halfway = stopped(experiment, tmp_path / "stopped", 1)
     resume(halfway, toys.blobs())
     assert_same_bits(bits(halfway), bits(tmp_path / "run"))
@@ -291,8 +312,9 @@ def test_a_start_in_parts_without_any_part_is_refused(tmp_path: Path) -> None:
         r"no entry matches mlp.*; the file has head\.bias, more, the network body\.1\.weight, "
         r"body\.1\.bias, head"
     )
+
     with pytest.raises(ConfigError, match=words):
-        prepare(resolve(going_on(tmp_path / "net.pt", start_from_partial=True)), toys.blobs())
+        prepare(resolve(started_from(tmp_path / "net.pt", start_from_partial=True)), toys.blobs())
     with pytest.raises(ConfigError, match="start_from_partial"):
         resolve(toys.toy(start_from_partial=True))
 

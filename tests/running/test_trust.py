@@ -29,14 +29,15 @@ from fedstill.running.replay import Replay
 from fedstill.running.runner import resume, run
 from fedstill.running.same_run import other_settings
 
-SPLITTER = """
-from helper import every
+PARTITION = """
+from helper import stride
 
 def mine(labels, clients):
-    return [range(c, len(labels), every(clients)) for c in range(clients)]
+    return [range(c, len(labels), stride(clients)) for c in range(clients)]
 """
-HELPER = "def every(clients):\n    return clients\n"
+HELPER = "def stride(clients):\n    return clients\n"
 PAYLOAD = "__import__('pathlib').Path({!r}).write_text('ran')\n"
+"""Hostile code, which writes a file."""
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def marker(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of what is noted about the user."""
+    """The folder in which fedstill records what the user trusts."""
     monkeypatch.setenv(user_modules.STATE, str(tmp_path / "state"))
     monkeypatch.setattr(user_modules, "_used", set())
     monkeypatch.setattr(user_modules, "_trusted_names", set())
@@ -55,21 +56,21 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def own(tmp_path: Path, state: Path) -> Path:
+def own_run(tmp_path: Path, state: Path) -> Path:
     """A run of the user, whose split comes from their own file."""
     code = tmp_path / "code"
     code.mkdir()
-    (code / "mine.py").write_text(SPLITTER)
+    (code / "mine.py").write_text(PARTITION)
     (code / "helper.py").write_text(HELPER)
-    what = toys.toy(
+    experiment = toys.toy(
         "local_only", rounds=1, topology={"clients": 2}, partition=f"{code}/mine.py:mine"
     )
-    run(what, tmp_path / "run", data=toys.blobs())
+    run(experiment, tmp_path / "run", data=toys.blobs())
     return tmp_path / "run"
 
 
 def as_stranger(folder: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same run, as somebody else sends it: its code is hostile, and nothing of it is known."""
+    """The same run, as a stranger sends it: its code is hostile, and the user trusts none of it."""
     user_modules._used.clear()
     monkeypatch.setenv(user_modules.STATE, str(marker.with_name("another-state")))
     poison(folder.with_name("code") / "mine.py", marker)
@@ -77,6 +78,7 @@ def as_stranger(folder: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def poison(file: Path, marker: Path) -> None:
+    """Put hostile code at the beginning of a file."""
     file.write_text(PAYLOAD.format(str(marker)) + file.read_text())
 
 
@@ -92,9 +94,9 @@ USES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("use", USES)
 def test_a_strangers_run_runs_no_code(
-    use: str, own: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
+    use: str, own_run: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = as_stranger(own, marker, monkeypatch)
+    folder = as_stranger(own_run, marker, monkeypatch)
     with pytest.raises(UntrustedCode, match=r"config\.toml.*mine\.py.*trust_code"):
         USES[use](folder)
     assert not marker.exists()
@@ -111,14 +113,15 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_commands_name_the_file_and_the_option(
     command: list[str],
-    own: Path,
+    own_run: Path,
     marker: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = as_stranger(own, marker, monkeypatch)
+    folder = as_stranger(own_run, marker, monkeypatch)
     monkeypatch.chdir(folder.parent)
     assert call([command[0], str(folder), *command[1:]]) == 2
+
     text = " ".join(capsys.readouterr().err.split())
     assert "mine.py" in text
     assert "--trust-code" in text
@@ -127,30 +130,30 @@ def test_commands_name_the_file_and_the_option(
 
 @pytest.mark.parametrize("name", ["os:system", "subprocess:run", "posix:system"])
 @pytest.mark.parametrize("key", ["model", "partition", "method"])
-def test_installed_modules_are_code_too(key: str, name: str, own: Path) -> None:
-    config = own / "config.toml"
+def test_installed_modules_are_code_too(key: str, name: str, own_run: Path) -> None:
+    config = own_run / "config.toml"
     pattern = {"partition": r'kind = ".*"'}.get(key, r'name = ".*"')
-    start, _, rest = config.read_text().partition(f"[{key}]\n")
-    config.write_text(
-        f"{start}[{key}]\n" + re.sub(pattern, f'{pattern[:4]} = "{name}"', rest, count=1)
-    )
+    start, _, table = config.read_text().partition(f"[{key}]\n")
+    hostile_table = re.sub(pattern, f'{pattern[:4]} = "{name}"', table, count=1)
+    config.write_text(f"{start}[{key}]\n{hostile_table}")
+
     with pytest.raises(UntrustedCode, match=rf"config\.toml.*{name.partition(':')[0]}"):
-        settings_of(own)
+        settings_of(own_run)
 
 
-def test_own_runs_are_trusted_until_a_file_changes(own: Path, marker: Path) -> None:
+def test_own_runs_are_trusted_until_a_file_changes(own_run: Path, marker: Path) -> None:
     """Also one that the file itself imports from its folder."""
     user_modules._used.clear()
-    load_model(own, client=0)
+    load_model(own_run, client=0)
     for name in ("helper.py", "mine.py"):
-        file = own.with_name("code") / name
-        before = file.read_text()
+        file = own_run.with_name("code") / name
+        source = file.read_text()
         poison(file, marker)
         with pytest.raises(UntrustedCode, match=name):
-            load_model(own, client=0)
+            load_model(own_run, client=0)
         assert not marker.exists()
-        file.write_text(before)
-    load_model(own, client=0)
+        file.write_text(source)
+    load_model(own_run, client=0)
 
 
 def test_modules_of_a_folder_in_site_packages_are_checked_too(
@@ -163,6 +166,7 @@ def test_modules_of_a_folder_in_site_packages_are_checked_too(
     (code / "hostile_neighbour.py").write_text(PAYLOAD.format(str(marker)))
     config = b"a config that names mine.py"
     user_modules._note_trusted({digest(config), digest((code / "mine.py").read_bytes())})
+
     with (
         user_modules.code_named_by(tmp_path / "config.toml", config),
         pytest.raises(UntrustedCode, match=r"hostile_neighbour\.py"),
@@ -171,41 +175,46 @@ def test_modules_of_a_folder_in_site_packages_are_checked_too(
     assert not marker.exists()
 
 
-def test_trusted_code_of_another_config_is_not_trusted(own: Path) -> None:
+def test_trusted_code_of_another_config_is_not_trusted(own_run: Path) -> None:
     """A stranger may name the user's own file, with other arguments."""
-    config = own / "config.toml"
+    config = own_run / "config.toml"
     config.write_text(f"{config.read_text()}\n# by a stranger\n")
     with pytest.raises(UntrustedCode, match=r"mine\.py"):
-        settings_of(own)
+        settings_of(own_run)
 
 
-def test_trust_is_asked_for_once(own: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = as_stranger(own, marker, monkeypatch)
+def test_trust_is_asked_for_once(
+    own_run: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = as_stranger(own_run, marker, monkeypatch)
     load_model(folder, client=0, trust_code=True)
     assert marker.exists()
     monkeypatch.setattr(user_modules, "_trusted_names", set())
     load_model(folder, client=0)
 
 
-def test_a_cached_module_does_not_replace_the_source(own: Path, marker: Path) -> None:
+def test_a_cached_module_does_not_replace_the_source(own_run: Path, marker: Path) -> None:
     """Its time and size say that it belongs to the source."""
-    code = own.with_name("code")
+    code = own_run.with_name("code")
     source = code / "helper.py"
     fake = code / "fake.py"
     fake.write_text(PAYLOAD.format(str(marker)))
     py_compile.compile(str(fake), importlib.util.cache_from_source(str(source)))
     cached = Path(importlib.util.cache_from_source(str(source)))
     status = source.stat()
-    stamp = b"".join(n.to_bytes(4, "little") for n in (int(status.st_mtime), status.st_size))
+    time_stamp = int(status.st_mtime).to_bytes(4, "little")
+    size_stamp = status.st_size.to_bytes(4, "little")
     content = cached.read_bytes()
-    cached.write_bytes(content[:8] + stamp + content[16:])
+    cached.write_bytes(content[:8] + time_stamp + size_stamp + content[16:])
     for name in [name for name, module in sys.modules.items() if _is_below(module, code)]:
         del sys.modules[name]
-    load_model(own, client=0)
+    load_model(own_run, client=0)
+
     assert not marker.exists()
 
 
 def _is_below(module: object, folder: Path) -> bool:
+    """Whether the file of a module is below a folder."""
     return Path(getattr(module, "__file__", None) or "/").is_relative_to(folder)
 
 
@@ -218,13 +227,13 @@ def test_a_strangers_model_file_runs_no_code(tmp_path: Path, state: Path) -> Non
         read_model(path)
 
 
-def test_only_the_user_can_read_and_write_what_they_trust(own: Path, state: Path) -> None:
+def test_only_the_user_can_read_and_write_what_they_trust(own_run: Path, state: Path) -> None:
     trusted = state / user_modules.TRUSTED
     assert stat.S_IMODE(trusted.stat().st_mode) == 0o600
-    assert digest((own / "config.toml").read_bytes()) in trusted.read_text().split()
+    assert digest((own_run / "config.toml").read_bytes()) in trusted.read_text().split()
     trusted.chmod(0o666)
     with pytest.raises(UntrustedCode, match=r"mine\.py"):
-        settings_of(own)
+        settings_of(own_run)
 
 
 def test_a_run_without_code_notes_nothing(tmp_path: Path, state: Path) -> None:
