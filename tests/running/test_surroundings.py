@@ -164,10 +164,12 @@ def settings() -> dict[str, Any]:
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    found = settings()
+    """The settings of this process are the same after the block."""
+    settings_at_start = settings()
     yield
-    left = settings()
-    assert {key: left[key] for key in found if left[key] != found[key]} == {}
+    settings_at_end = settings()
+    changed = {key for key in settings_at_start if settings_at_end[key] != settings_at_start[key]}
+    assert changed == set()
 
 
 @pytest.fixture(scope="module")
@@ -235,8 +237,10 @@ def test_data_and_models_are_the_same_in_every_surrounding(
     want = computed()
     with SURROUNDINGS[name](), unchanged():
         got = computed()
+
     assert [tensor.device for tensor in got] == [tensor.device for tensor in want]
     assert [tensor.dtype for tensor in got] == [tensor.dtype for tensor in want]
+
     if name not in ("rounded products", "without oneDNN"):
         # The model is the caller's network, and answers with the caller's arithmetic.
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -267,10 +271,10 @@ def test_a_run_that_fails_leaves_the_process_as_it_was(data: Dataset, tmp_path: 
 class NotesThreads(FedAvg):
     """Averages, and notes with how many torch threads each of its parts computes."""
 
-    seen: ClassVar[set[tuple[str, int]]] = set()
+    noted: ClassVar[set[tuple[str, int]]] = set()
 
     def note(self, part: str) -> None:
-        self.seen.add((part, torch.get_num_threads()))
+        self.noted.add((part, torch.get_num_threads()))
 
     def begin_round(self, state: State, stages: Sequence[Stage], world: World) -> State:
         self.note("begin_round")
@@ -308,9 +312,9 @@ SERVER_PARTS = {"begin_round", "payload", "aggregate", "predictors"}
 def test_clients_beside_others_have_the_first_number_of_threads_and_the_server_the_second(
     engine: str, data: Dataset, tmp_path: Path
 ) -> None:
-    NotesThreads.seen.clear()
+    NotesThreads.noted.clear()
     fedstill.run(toys.toy(NotesThreads, threads=(2, 3), engine=engine), tmp_path / "run", data)
-    assert NotesThreads.seen == {("terms", 2), *((part, 3) for part in SERVER_PARTS)}
+    assert NotesThreads.noted == {("terms", 2), *((part, 3) for part in SERVER_PARTS)}
 
 
 def test_a_run_that_is_resumed_within_a_round_has_its_own_number_of_threads(
@@ -320,9 +324,10 @@ def test_a_run_that_is_resumed_within_a_round_has_its_own_number_of_threads(
     chain = toys.toy(NotesThreads, rounds=2, threads=(2, 3), topology=links)
     with pytest.raises(Interrupted):
         fedstill.run(chain, tmp_path / "run", data, watch=StopsInRound2())
-    NotesThreads.seen.clear()
+
+    NotesThreads.noted.clear()
     fedstill.resume(tmp_path / "run", data)
-    assert NotesThreads.seen == {(part, 3) for part in {"terms", *SERVER_PARTS} - {"begin_round"}}
+    assert NotesThreads.noted == {(part, 3) for part in {"terms", *SERVER_PARTS} - {"begin_round"}}
 
 
 def test_blocks_nest_and_the_last_one_puts_back_what_was_found() -> None:
@@ -335,6 +340,7 @@ def test_blocks_nest_and_the_last_one_puts_back_what_was_found() -> None:
             at_the_end(lambda: undone.append("second"))
             assert (torch.get_default_dtype(), torch.get_num_threads()) == (torch.float32, 1)
         assert (torch.get_default_dtype(), undone) == (torch.float32, [])
+
     assert (torch.get_default_dtype(), torch.get_num_threads()) == (torch.float64, 3)
     assert undone == ["second", "first"]
 
@@ -377,6 +383,7 @@ def test_variables_are_put_back_and_those_of_the_caller_stay(
         set_environment({"FEDSTILL_TEST_SET": "fedstill's", "FEDSTILL_TEST_UNSET": "fedstill's"})
         set_environment({"FEDSTILL_TEST_SET": "again"})
         monkeypatch.setenv("FEDSTILL_TEST_CALLER", "set meanwhile")
+
     assert os.environ["FEDSTILL_TEST_SET"] == "mine"
     assert "FEDSTILL_TEST_UNSET" not in os.environ
     assert os.environ["FEDSTILL_TEST_CALLER"] == "set meanwhile"
@@ -389,7 +396,9 @@ def test_threads_that_test_shards_end_with_the_block() -> None:
     with process_settings():
         used = set(run_in_parallel([name] * 4, 2))
         assert used <= {thread.name for thread in threading.enumerate()}
+
     assert not used & {thread.name for thread in threading.enumerate()}
+
     used = set(run_in_parallel([name] * 4, 2))
     assert not used & {thread.name for thread in threading.enumerate()}
 
@@ -411,8 +420,9 @@ def test_what_a_run_on_a_card_sets_is_put_back(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     torch.use_deterministic_algorithms(False)
-    found = switches()
+    switches_at_start = switches()
     with process_settings():
         make_deterministic("cuda")
-        assert switches() != found
-    assert switches() == found
+        assert switches() != switches_at_start
+
+    assert switches() == switches_at_start

@@ -27,6 +27,7 @@ from fedstill.models import building, contract
 from fedstill.models.predictors import predictor
 from fedstill.running.model_files import read_model, save_model
 from fedstill.running.preparation import prepare
+from run_bits import stopped
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 
@@ -41,40 +42,48 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def experiment(start: Path, **changes: Any) -> fedstill.Experiment:
+    """A run that trains only the head of the network of another run."""
     return toys.toy(
         **{"measure": (), "start_from": str(start), "train_only": ("head.",), **changes}
     )
 
 
-def test_only_the_head_is_trained_sent_and_kept(pretrained: Path, tmp_path: Path) -> None:
+def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The parameters in the model file of a run."""
+    return safetensors.torch.load_file(folder / "model.safetensors")
+
+
+def test_only_the_head_is_trained_sent_and_stored(pretrained: Path, tmp_path: Path) -> None:
     result = fedstill.run(experiment(pretrained), tmp_path / "one", data=toys.blobs())
-    kept = safetensors.torch.load_file(tmp_path / "one" / "model.safetensors")
-    assert set(kept) == {"head.weight", "head.bias"}
-    numbers = sum(v.numel() for v in kept.values())
-    sent = next(iter(result.rounds().to_dict("records")))
-    assert sent["bytes_up"] == 4 * 4 * numbers, "four clients, four bytes a number"
+    parameters = parameters_of(tmp_path / "one")
+    assert set(parameters) == {"head.weight", "head.bias"}
+
+    numbers = sum(parameter.numel() for parameter in parameters.values())
+    clients = 4
+    bytes_of_a_number = 4
+
+    assert result.history[0]["bytes_up"] == clients * bytes_of_a_number * numbers
     assert result.accuracy is not None
     assert result.accuracy > 0.3
 
 
-def test_it_is_the_whole_network_with_a_body_that_has_no_gradient(pretrained: Path) -> None:
-    """One client, one round, by hand: the head is trained on the features of the file's body."""
+def test_it_is_the_complete_network_with_a_body_that_has_no_gradient(pretrained: Path) -> None:
     run = experiment(pretrained, rounds=1, topology={"clients": 1, "sampled": 1}, partition="iid")
     ready = prepare(resolve(run), toys.blobs())
-    spec, whole = (
-        ready.world.model(SERVER),
-        safetensors.torch.load_file(pretrained / "model.safetensors"),
-    )
-    x = ready.sites.inputs.plain(ready.sites.train.values[:20])
+    spec = ready.world.model(SERVER)
     params = ready.world.initial(SERVER)
     assert set(params) == contract.trainable_names(spec) == {"head.weight", "head.bias"}
+
     plain = contract.spec_for("mlp", spec.input_shape, spec.classes, {"hidden": (8,)})
-    assert torch.equal(predictor(spec, params)(x), predictor(plain, whole)(x))
-    m = contract.module(spec)
-    leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
-    contract.forward(m, leaves, x).sum().backward()
-    assert all(v.grad is None for v in m.parameters())
-    assert torch.equal(predictor(spec, params).as_module()(x), predictor(plain, whole)(x))
+    x = ready.sites.inputs.plain(ready.sites.train.values[:20])
+    expected = predictor(plain, parameters_of(pretrained))(x)
+    assert torch.equal(predictor(spec, params)(x), expected)
+    assert torch.equal(predictor(spec, params).as_module()(x), expected)
+
+    module = contract.module(spec)
+    leaves = {name: parameter.clone().requires_grad_() for name, parameter in params.items()}
+    contract.forward(module, leaves, x).sum().backward()
+    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 @pytest.mark.parametrize(
@@ -85,32 +94,23 @@ def test_methods_train_parts_and_resume(
     method: str, engine: str, pretrained: Path, tmp_path: Path
 ) -> None:
     run = experiment(pretrained, method=method, engine=engine, rounds=2)
-
-    class Enough(Exception):
-        pass
-
-    def stop(event: dict[str, Any]) -> None:
-        if event["round"] == 1:
-            raise Enough
-
-    with pytest.raises(Enough):
-        fedstill.run(run, tmp_path / "a", data=toys.blobs(), on_round=stop)
-    fedstill.resume(tmp_path / "a", data=toys.blobs())
-    fedstill.run(run, tmp_path / "b", data=toys.blobs())
-    one, two = ((tmp_path / n / "model.safetensors").read_bytes() for n in "ab")
-    assert one == two
+    stopped(run, tmp_path / "resumed", stages=1)
+    fedstill.resume(tmp_path / "resumed", data=toys.blobs())
+    fedstill.run(run, tmp_path / "whole", data=toys.blobs())
+    model = (tmp_path / "resumed" / "model.safetensors").read_bytes()
+    assert model == (tmp_path / "whole" / "model.safetensors").read_bytes()
 
 
 @registry.method("names_its_network")
 @dataclass(frozen=True)
 class NamesItsNetwork(FedAvg):
-    """Writes the network of its parameters into the state, as methods that change it do."""
+    """Writes the network of its parameters into the state, like methods that change it."""
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
-        after = super().aggregate(state, replies, stage, world)
-        return replace(after, model=world.model(SERVER))
+        next_state = super().aggregate(state, replies, stage, world)
+        return replace(next_state, model=world.model(SERVER))
 
 
 @registry.method("adds_to_its_network")
@@ -122,19 +122,14 @@ class AddsToItsNetwork(NamesItsNetwork):
 
 
 @pytest.mark.parametrize("method", ["names_its_network", "adds_to_its_network"])
-def test_a_checkpoint_has_all_that_a_state_says_of_its_network(
+def test_a_checkpoint_restores_the_network_of_a_state(
     method: str, pretrained: Path, tmp_path: Path
 ) -> None:
     run = experiment(pretrained, method=method, rounds=2)
-
-    def stop(event: dict[str, Any]) -> None:
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        fedstill.run(run, tmp_path / "run", data=toys.blobs(), on_round=stop)
+    stopped(run, tmp_path / "run", stages=1)
     resumed = fedstill.resume(tmp_path / "run", data=toys.blobs())
-    whole = fedstill.run(run, tmp_path / "whole", data=toys.blobs())
-    assert resumed.rounds()["accuracy"].tolist() == whole.rounds()["accuracy"].tolist()
+    uninterrupted = fedstill.run(run, tmp_path / "whole", data=toys.blobs())
+    assert resumed.rounds()["accuracy"].tolist() == uninterrupted.rounds()["accuracy"].tolist()
 
     test = toys.blobs().test
     logits = fedstill.load_model(tmp_path / "run")(test.values)
@@ -153,7 +148,7 @@ def test_a_model_file_has_the_entries_that_are_not_trained(
     path = tmp_path / "model.safetensors"
     save_model(path, spec, params)
 
-    # As in another process: what this one holds, and the modules that it has made, are gone.
+    # As in another process, which has neither the fixed entries nor the modules.
     monkeypatch.setattr(building, "_held", {})
     monkeypatch.setattr(contract, "_modules", type(contract._modules)())
     read_spec, read_params = read_model(path)
@@ -169,42 +164,32 @@ def test_a_model_file_has_the_entries_that_are_not_trained(
         read_model(path)
 
 
-def test_a_low_rank_change_starts_as_the_network_and_is_all_that_moves(
+def test_a_low_rank_network_starts_as_the_network_and_trains_only_its_factors(
     pretrained: Path, tmp_path: Path
 ) -> None:
+    """The factors may be named by a pattern, or one by one."""
     lora = {"name": "low_rank", "of": "mlp", "arguments": {"hidden": (8,)}, "rank": 2}
-    run = experiment(
-        pretrained, model=lora, start_from_partial=True, train_only=("head.", "*.lora_*"), rounds=2
-    )
-    ready = prepare(resolve(run), toys.blobs())
-    spec, whole = (
-        ready.world.model(SERVER),
-        safetensors.torch.load_file(pretrained / "model.safetensors"),
-    )
+    low_rank = experiment(pretrained, model=lora, start_from_partial=True, rounds=2)
+    by_pattern = replace(low_rank, train_only=("head.", "*.lora_*"))
+    ready = prepare(resolve(by_pattern), toys.blobs())
+    spec = ready.world.model(SERVER)
     params = ready.world.initial(SERVER)
     assert sorted(params) == ["body.1.lora_a", "body.1.lora_b", "head.bias", "head.weight"]
+
     x = ready.sites.inputs.plain(ready.sites.train.values[:20])
     plain = contract.spec_for("mlp", spec.input_shape, spec.classes, {"hidden": (8,)})
-    assert torch.allclose(predictor(spec, params)(x), predictor(plain, whole)(x), atol=1e-6)
-    moved = {**params, "body.1.lora_b": torch.ones(8, 2)}
-    by_hand = {
-        **whole,
-        "body.1.weight": whole["body.1.weight"] + 4.0 * torch.ones(8, 2) @ params["body.1.lora_a"],
-    }
-    assert torch.allclose(predictor(spec, moved)(x), predictor(plain, by_hand)(x), atol=1e-4)
-    result = fedstill.run(run, tmp_path / "one", data=toys.blobs())
-    assert result.accuracy is not None
-    exact = fedstill.run(
-        experiment(
-            pretrained,
-            model=lora,
-            start_from_partial=True,
-            train_only=("head.", "*.lora_a", "*.lora_b"),
-        ),
-        tmp_path / "two",
-        data=toys.blobs(),
-    )
-    assert exact.accuracy is not None
+    parameters = parameters_of(pretrained)
+    assert torch.allclose(predictor(spec, params)(x), predictor(plain, parameters)(x), atol=1e-6)
+
+    lora_b = torch.ones(8, 2)
+    changed = {**params, "body.1.lora_b": lora_b}
+    weight = parameters["body.1.weight"] + 4.0 * lora_b @ params["body.1.lora_a"]
+    expected = predictor(plain, {**parameters, "body.1.weight": weight})(x)
+    assert torch.allclose(predictor(spec, changed)(x), expected, atol=1e-4)
+
+    assert fedstill.run(by_pattern, tmp_path / "one", data=toys.blobs()).accuracy is not None
+    by_name = replace(low_rank, train_only=("head.", "*.lora_a", "*.lora_b"))
+    assert fedstill.run(by_name, tmp_path / "two", data=toys.blobs()).accuracy is not None
 
 
 @pytest.mark.parametrize(
@@ -234,7 +219,7 @@ def test_a_low_rank_change_starts_as_the_network_and_is_all_that_moves(
         ),
     ],
 )
-def test_what_cannot_be_kept_is_refused_in_one_line(
+def test_entries_that_cannot_be_fixed_are_refused(
     changes: dict[str, Any], line: str, pretrained: Path
 ) -> None:
     with pytest.raises(ConfigError, match=line):
@@ -254,29 +239,31 @@ class Tied(nn.Module):
 """
 
 
-def test_a_body_that_stays_may_use_one_tensor_twice(tmp_path: Path) -> None:
+def test_a_fixed_body_may_use_one_tensor_twice(tmp_path: Path) -> None:
     (tmp_path / "tied.py").write_text(TIED)
     tied = {"name": f"{tmp_path / 'tied.py'}:Tied"}
     module = contract.build(contract.spec_for(tied["name"], (1, 4, 4), 5))
     weights = tmp_path / "tied.safetensors"
-    safetensors.torch.save_file({k: v.clone() for k, v in module.state_dict().items()}, weights)
+    entries = {name: entry.clone() for name, entry in module.state_dict().items()}
+    safetensors.torch.save_file(entries, weights)
     run = experiment(weights, model=tied)
     assert fedstill.run(run, tmp_path / "one", data=toys.blobs()).accuracy is not None
+
     with pytest.raises(ConfigError, match=r"body\.1\.weight and body\.3\.weight"):
         prepare(resolve(toys.toy(measure=(), model=tied)), toys.blobs())
 
 
-def test_the_model_is_taken_out_whole(pretrained: Path, tmp_path: Path) -> None:
+def test_the_loaded_model_is_complete(pretrained: Path, tmp_path: Path) -> None:
     result = fedstill.run(experiment(pretrained), tmp_path / "one", data=toys.blobs())
-    model, data = fedstill.load_model(result), toys.blobs()
+    model = fedstill.load_model(result)
+    test = toys.blobs().test
     with torch.no_grad():
-        right = (model(data.test.values).argmax(1) == data.test.labels).double().mean()
-    assert float(right) == pytest.approx(result.accuracy)
+        is_correct = model(test.values).argmax(1) == test.labels
+    assert float(is_correct.double().mean()) == pytest.approx(result.accuracy)
 
 
 def test_a_head_that_a_second_one_adds_to_must_be_trained(pretrained: Path) -> None:
+    body_alone = experiment(pretrained, method="fedrod", train_only=("body.1.",))
     with pytest.raises(IncompatibleMethod, match=r"head\.weight"):
-        prepare(
-            resolve(experiment(pretrained, method="fedrod", train_only=("body.1.",))), toys.blobs()
-        )
+        prepare(resolve(body_alone), toys.blobs())
     prepare(resolve(experiment(pretrained, method="fedrod")), toys.blobs())

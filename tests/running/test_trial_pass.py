@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import toys
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, FedstillError, IncompatibleMethod
+from fedstill.core.records import SERVER
 from fedstill.core.registry import names, register
 from fedstill.data.sources import from_tensors
 from fedstill.models import contract
@@ -27,7 +28,8 @@ class Halves(nn.Module):
 
     def __init__(self, classes: int) -> None:
         super().__init__()
-        self.body, self.head = nn.Sequential(nn.Flatten(), nn.Linear(16, 8)), nn.Linear(8, classes)
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(16, 8))
+        self.head = nn.Linear(8, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.head(self.body(x))
@@ -74,11 +76,19 @@ class Branching(Halves):
     """Looks at the numbers of its inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(-x if x.sum() > 1e9 else x)
+        if x.sum() > 1e9:
+            return super().forward(-x)
+        return super().forward(x)
 
 
 def ready(model: str, method: str = "fedavg", **changes: object) -> Prepared:
+    """A prepared run of a network."""
     return prepare(resolve(toys.toy(method, model=model, **changes)), toys.blobs())
+
+
+def warnings_with(word: str, prepared: Prepared) -> list[str]:
+    """The warnings before a run that have a word in them."""
+    return [warning for warning in setting_warnings(prepared) if word in warning]
 
 
 @pytest.mark.parametrize("changes", [{"method": "moon"}, {"measure": ("tsne",)}])
@@ -92,24 +102,18 @@ def test_features_of_a_network_that_is_not_its_parts_are_refused(
 
 
 def test_plans_that_need_scores_need_held_out_data() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"plan\.train\.keep = 'best' .*plan\.train\.val",
-    ):
+    with pytest.raises(ConfigError, match=r"plan\.train\.keep = 'best' .*plan\.train\.val"):
         ready("toy_softmax", plan={"keep": "best"})
     assert ready("toy_softmax", plan={"keep": "best", "validation": 0.2, "patience": 1})
-    said = [
-        line
-        for line in setting_warnings(ready("toy_branching", plan={"patience": 2}))
-        if "patience" in line
-    ]
-    assert said == [
+
+    (warning,) = warnings_with("patience", ready("toy_branching", plan={"patience": 2}))
+    assert warning == (
         "plan.train.patience = 2 does nothing without held-out data to score by; set "
         "plan.train.validation, for example to 0.1"
-    ]
+    )
 
 
-def test_patience_is_not_said_to_do_nothing_where_public_labels_give_the_score() -> None:
+def test_patience_has_an_effect_if_public_labels_are_the_score() -> None:
     scored = {"patience": 2, "keep": "best", "validation": 0.0}
     plan = {"epochs": 3, "batch": 10, "validation": 0.2, "transfer": scored, "refine": scored}
     changes = {
@@ -118,18 +122,17 @@ def test_patience_is_not_said_to_do_nothing_where_public_labels_give_the_score()
         "query": {"draw": "single", "fewer_than": 5},
     }
     settings = resolve(toys.toy("qkt_var_e", plan=plan, data={"public": 20}, **changes))
-    said = [w for w in setting_warnings(prepare(settings, toys.blobs())) if "patience" in w]
-    labelled = settings.method.labelled
-    assert labelled
-    assert not [w for w in said for stage in labelled if f"plan.{stage}." in w]
+    warnings = warnings_with("patience", prepare(settings, toys.blobs()))
+
+    assert settings.method.labelled
+    for stage in settings.method.labelled:
+        assert not [warning for warning in warnings if f"plan.{stage}." in warning]
 
 
-def test_probabilities_are_said() -> None:
-    (line,) = (said for said in setting_warnings(ready("toy_softmax")) if "toy_softmax" in said)
-    assert "forward()" in line
-    assert not [
-        said for said in setting_warnings(ready("toy_branching")) if "toy_branching" in said
-    ]
+def test_a_network_that_returns_probabilities_is_warned_of() -> None:
+    (warning,) = warnings_with("toy_softmax", ready("toy_softmax"))
+    assert "forward()" in warning
+    assert not warnings_with("toy_branching", ready("toy_branching"))
 
 
 METHODS = (
@@ -148,44 +151,40 @@ METHODS = (
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("engine", ["serial", "vectorised"])
-def test_what_its_constructor_leaves_without_gradient_stays_as_it_is(
+def test_parameters_that_the_constructor_of_a_network_fixes_are_not_trained(
     method: str, engine: str, tmp_path: Path
 ) -> None:
-    result = run(
-        toys.toy(method, model="toy_still_body", engine=engine, rounds=2),
-        tmp_path / "run",
-        data=toys.blobs(),
-    )
-    start = ready("toy_still_body", method).world.initial(-1)
-    moved = {
-        k for k, v in result.model.items() if not torch.allclose(v, start[k], rtol=1e-5, atol=1e-7)
-    }
-    assert moved == {"head.weight", "head.bias"}
+    experiment = toys.toy(method, model="toy_still_body", engine=engine, rounds=2)
+    result = run(experiment, tmp_path / "run", toys.blobs())
+    start = ready("toy_still_body", method).world.initial(SERVER)
+    changed = set()
+    for name, parameter in result.model.items():
+        if not torch.allclose(parameter, start[name], rtol=1e-5, atol=1e-7):
+            changed.add(name)
+
+    assert changed == {"head.weight", "head.bias"}
 
 
-def test_it_is_said_how_many_stay() -> None:
-    (line,) = (
-        said for said in setting_warnings(ready("toy_still_body")) if "requires_grad" in said
-    )
-    assert line.startswith(
+def test_the_number_of_parameters_that_are_not_trained_is_warned_of() -> None:
+    (warning,) = warnings_with("requires_grad", ready("toy_still_body"))
+    assert warning.startswith(
         "model toy_still_body: 2 of 4 parameters have requires_grad = False (body.1.weight, …)"
     )
 
 
-def test_a_network_of_which_nothing_is_to_be_trained_is_refused() -> None:
+def test_a_network_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match="toy_still"):
         ready("toy_still")
     assert ready("toy_still", plan={"epochs": 0})
 
 
-def test_a_network_that_cannot_be_stacked_is_told_before_the_run() -> None:
+def test_a_network_that_cannot_be_stacked_is_known_before_the_run() -> None:
     prepared = ready("toy_branching", engine="auto")
     assert prepared.settings.engine == "pooled"
-    kind, why = suited_engine_of(prepared)
-    assert (kind, why.split(":")[0]) == (
-        "pooled",
-        "model toy_branching cannot run under torch.func.vmap",
-    )
+
+    choice = suited_engine_of(prepared)
+    assert choice.engine == "pooled"
+    assert choice.reason.startswith("model toy_branching cannot run under torch.func.vmap:")
     with pytest.raises(ConfigError, match="toy_branching"):
         ready("toy_branching", engine="vectorised")
     assert ready("toy_softmax", engine="auto").settings.engine == "vectorised"
@@ -197,30 +196,36 @@ def test_a_network_that_grows_too_large_with_images_is_not_built(
     def built(*_: object) -> None:
         raise AssertionError("it was built")
 
-    values, labels = torch.zeros(10, 3, 512, 512, dtype=torch.uint8), torch.arange(10) % 2
-    data = from_tensors("large", (values, labels), (values[:2], labels[:2]), classes=["a", "b"])
+    images = torch.zeros(10, 3, 512, 512, dtype=torch.uint8)
+    labels = torch.arange(10) % 2
+    test = (images[:2], labels[:2])
+    data = from_tensors("large", (images, labels), test, classes=["a", "b"])
     settings = resolve(toys.toy(model="cnn", partition="iid", topology={"clients": 2}))
     monkeypatch.setattr(contract, "module", built)
+
     with pytest.raises(ConfigError, match=r"536,926,146 .*512 x 512"):
         prepare(settings, data)
 
 
-def test_the_size_of_the_librarys_networks_is_told_by_shapes() -> None:
-    told = 0
+def test_the_size_of_a_network_is_computed_from_shapes() -> None:
+    count = 0
     for name in names("model"):
         if name.startswith(("toy_", "low_rank", "wrapped")) or ":" in name:
             continue
         spec = contract.spec_for(name, (3, 32, 32), 10)
         try:
-            whole = sum(v.numel() for v in contract.module(spec).parameters())
+            size = sum(v.numel() for v in contract.module(spec).parameters())
         except FedstillError:  # one that takes no images, or is made of another
             continue
-        told += 1
-        assert built_size(spec) == whole, name
-    assert told > 8
+        count += 1
+        assert built_size(spec) == size, name
+
+    assert count > 8
 
 
-def test_a_network_that_exists_in_a_file_is_none_that_can_be_made(tmp_path: Path) -> None:
+def test_a_file_must_define_a_class_or_function_and_not_a_finished_network(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "net.py").write_text(
         "from torch import nn\n\nnet = nn.Sequential(nn.Flatten(), nn.Linear(16, 5))\n"
     )

@@ -29,6 +29,7 @@ COMMON = Experiment(method="fedntd", seed=7, rounds=1)
 
 
 def beta_of(run: Variant) -> float:
+    """The field ``beta`` of a run's method."""
     return float(run.settings.tree["method"]["beta"])
 
 
@@ -38,10 +39,12 @@ def pretend(runs: Sequence[Variant]) -> Sequence[Outcome]:
     for run in runs:
         outcome = Outcome(run, 1, state="finished")
         if beta_of(run) > 5:
-            outcome.state, outcome.problem = "failed", "parameters diverged"
+            outcome.state = "failed"
+            outcome.problem = "parameters diverged"
         else:
             run.folder.mkdir(parents=True, exist_ok=True)
-            score = 1 - abs(math.log(beta_of(run))) / 10 + run.seed / 1e5
+            distance_from_best = abs(math.log(beta_of(run)))
+            score = 1 - distance_from_best / 10 + run.seed / 1e5
             summary = {"mean_accuracy_last_10": score, "forgetting": 1 - score, "accuracy": None}
             (run.folder / "summary.json").write_text(json.dumps(summary))
         outcomes.append(outcome)
@@ -63,17 +66,26 @@ def values_of(tuning: Tuning, trials: int) -> list[Mapping[str, Any]]:
 
 
 def search(out: Path, trials: int, goal: str = "", stop_at: int = 10**9) -> Tuning:
-    def do(runs: Sequence[Variant]) -> Sequence[Outcome]:
-        stopped = int(runs[0].folder.parent.name.removeprefix("trial")) >= stop_at
-        return [Outcome(run, 1, state="stopped") for run in runs] if stopped else pretend(runs)
+    """A search that is stopped at a trial, or ends after some trials."""
 
-    tuning = Tuning(COMMON, parse_space(SPACE), (100, 101), out, do, goal)
+    def do(runs: Sequence[Variant]) -> Sequence[Outcome]:
+        trial = int(runs[0].folder.parent.name.removeprefix("trial"))
+        if trial >= stop_at:
+            return [Outcome(run, 1, state="stopped") for run in runs]
+        return pretend(runs)
+
+    tuning = Tuning(COMMON, parse_space(SPACE), (100, 101), out, do=do, goal=goal)
     for _ in tuning.run(trials):
         pass
     return tuning
 
 
-def test_a_space_says_ends_scale_and_choices() -> None:
+def succeeding(out: Path, goal: str, experiment: Experiment = COMMON) -> Tuning:
+    """A search for a goal, in which no run fails."""
+    return Tuning(experiment, parse_space(SPACE), (1,), out, do=succeed, goal=goal)
+
+
+def test_a_space_has_ends_scale_and_choices() -> None:
     assert parse_space(SPACE) == [
         Dimension("method.beta", 0.1, 10.0, log=True),
         Dimension("plan.epochs", 1, 5, is_whole=True),
@@ -82,7 +94,7 @@ def test_a_space_says_ends_scale_and_choices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("method.beta", "not of the form KEY=LOW..HIGH"),
         ("method.beta=", "not of the form KEY=LOW..HIGH"),
@@ -94,32 +106,35 @@ def test_a_space_says_ends_scale_and_choices() -> None:
         ("method.beta=0.1..1e400:log", "must be finite numbers"),
     ],
 )
-def test_a_space_that_is_none_is_one_line(text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_faulty_space_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse_space([text])
     with pytest.raises(ConfigError, match="twice"):
         parse_space(["a=1..2", "a=2..3"])
 
 
-def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    whole = search(tmp_path / "whole", 14)
-    assert len(whole.trials) == 14
-    first = search(tmp_path / "other", 14, stop_at=4)
-    assert len(first.trials) == 4
-    again = search(tmp_path / "other", 14)
-    assert [(t.values, t.scores, t.problem) for t in again.trials] == [
-        (t.values, t.scores, t.problem) for t in whole.trials
-    ]
-    assert {tuple(t.values) for t in whole.trials} == {("method.beta", "plan.epochs", "model")}
+def test_a_stopped_search_is_resumed_with_the_same_trials(tmp_path: Path) -> None:
+    uninterrupted = search(tmp_path / "whole", 14)
+    assert len(uninterrupted.trials) == 14
+    assert len(search(tmp_path / "other", 14, stop_at=4).trials) == 4
+
+    resumed = search(tmp_path / "other", 14)
+    for trial, expected in zip(resumed.trials, uninterrupted.trials, strict=True):
+        assert trial.values == expected.values
+        assert trial.scores == expected.scores
+        assert trial.problem == expected.problem
+        assert list(trial.values) == ["method.beta", "plan.epochs", "model"]
 
 
 def test_it_goes_on_when_failed_trials_succeed(tmp_path: Path) -> None:
     """As after a repeat with more memory: the folders of the trials hold runs with their values."""
     failing = search(tmp_path, 14)
     assert any(t.problem for t in failing.trials)
+
     repeated = Tuning(COMMON, parse_space(SPACE), (100, 101), tmp_path, succeed)
     values = values_of(repeated, 17)
     assert values[:14] == [t.values for t in failing.trials]
+
     again = Tuning(COMMON, parse_space(SPACE), (100, 101), tmp_path, succeed)
     assert values_of(again, 17) == values
     assert len(again.study.trials) == 17
@@ -129,9 +144,11 @@ def test_another_search_in_the_folder_is_replaced_on_request(tmp_path: Path) -> 
     space = parse_space(["plan.epochs=1..5"])
     first = values_of(Tuning(COMMON, space, (100,), tmp_path, succeed), 3)
     wider = parse_space(["plan.epochs=6..9"])
+
     with pytest.raises(RunExists, match="--overwrite"):
         next(Tuning(COMMON, wider, (100,), tmp_path, succeed).run(3))
     assert values_of(Tuning(COMMON, space, (100,), tmp_path, succeed), 3) == first
+
     replaced = Tuning(COMMON, wider, (100,), tmp_path, succeed, overwrite=True)
     values = values_of(replaced, 3)
     assert all(6 <= trial["plan.epochs"] <= 9 for trial in values)
@@ -163,6 +180,7 @@ def test_the_sampler_has_the_seed_of_the_config(tmp_path: Path) -> None:
         assert [run.seed for run in tuning.runs(0, values[name][0])] == [100, 101]
         _, command = advice(tuning, "", overrides).splitlines()
         assert "seed=" not in command, "compare would refuse it beside --seeds"
+
     assert values["typed"] == values["again"]
     assert values["typed"] != values["other"]
     with pytest.raises(ConfigError, match="seed"):
@@ -180,20 +198,26 @@ def test_the_sampler_has_the_seed_of_the_config(tmp_path: Path) -> None:
 def test_the_score_of_the_best_round_may_be_the_goal(
     overrides: tuple[str, ...], space: str, tmp_path: Path
 ) -> None:
-    experiment = load(None, overrides)
-    tuning = Tuning(experiment, parse_space([space]), (1,), tmp_path, succeed, "best_round_score")
+    tuning = Tuning(
+        load(None, overrides),
+        parse_space([space]),
+        seeds=(1,),
+        out=tmp_path,
+        do=succeed,
+        goal="best_round_score",
+    )
+
     assert tuning.goal == "best_round_score"
 
 
 def test_the_score_of_the_best_round_needs_a_selection(tmp_path: Path) -> None:
     """The goal is refused before the first trial."""
     with pytest.raises(ConfigError, match="select_on"):
-        Tuning(COMMON, parse_space(SPACE), (1,), tmp_path, succeed, "best_round_score")
+        succeeding(tmp_path, "best_round_score")
 
 
 def test_a_metric_on_the_command_line_may_be_the_goal(tmp_path: Path) -> None:
-    experiment = load(None, ("metrics=auc",))
-    tuning = Tuning(experiment, parse_space(SPACE), (1,), tmp_path, succeed, "best_auc")
+    tuning = succeeding(tmp_path, "best_auc", load(None, ("metrics=auc",)))
     assert tuning.metric == "auc"
 
 
@@ -206,7 +230,7 @@ def test_an_unknown_goal_is_refused_with_the_goals_that_the_runs_may_have(tmp_pa
     """The number of a measure is none: nothing says whether more of it is better."""
     experiment = replace(COMMON, metrics=("f1",))
     with pytest.raises(ConfigError, match=r"accuracy.*best_f1") as caught:
-        Tuning(experiment, parse_space(SPACE), (1,), tmp_path, succeed, "movement.py/norm")
+        succeeding(tmp_path, "movement.py/norm", experiment)
     assert "best_auc" not in str(caught.value)
     assert "best_round_score" not in str(caught.value)
 
@@ -214,10 +238,13 @@ def test_an_unknown_goal_is_refused_with_the_goals_that_the_runs_may_have(tmp_pa
 def test_a_trial_that_fails_is_last_and_its_reason_is_shown(tmp_path: Path) -> None:
     tuning = search(tmp_path, 14)
     assert any(t.problem for t in tuning.trials), "some betas are above 5"
+
     ranked = tuning.ranked()
     means = [t.mean for t in ranked if t.scores]
     assert means == sorted(means, reverse=True)
-    assert [bool(t.problem) for t in ranked] == sorted(bool(t.problem) for t in ranked)
+
+    has_failed = [bool(t.problem) for t in ranked]
+    assert has_failed == sorted(has_failed)
     assert trial_table(tuning).lines[-1][-1] == "parameters diverged"
 
 
@@ -236,18 +263,20 @@ def test_values_are_reported_on_seeds_that_did_not_choose_them(tmp_path: Path) -
     for _ in tuning.run(3):
         pass
     best = tuning.ranked()[0]
-    said = advice(tuning, "my.toml", ("rounds=5",))
+    advised = advice(tuning, "my.toml", ("rounds=5",))
+
     assert (
-        f"fedstill compare my.toml -s rounds=5 -s method.beta={best.values['method.beta']}" in said
+        f"fedstill compare my.toml -s rounds=5 -s method.beta={best.values['method.beta']}"
+        in advised
     )
-    assert said.endswith("--seeds 3,4,5,6,7")
+    assert advised.endswith("--seeds 3,4,5,6,7")
 
 
 def test_the_advised_command_quotes_values_for_a_shell(tmp_path: Path) -> None:
     tuning = Tuning(COMMON, parse_space(SPACE[:1]), (1, 2), tmp_path, pretend)
     next(iter(tuning.run(1)))
-    said = advice(tuning, "my runs.toml", ("data='my data'",))
-    words = shlex.split(said.splitlines()[-1])
+    advised = advice(tuning, "my runs.toml", ("data='my data'",))
+    words = shlex.split(advised.splitlines()[-1])
     assert words[:5] == ["fedstill", "compare", "my runs.toml", "-s", "data='my data'"]
 
 
@@ -257,26 +286,21 @@ def test_the_command(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "small.toml").write_text(toys.SMALL)
-    words = [
-        "tune",
-        "small.toml",
-        "--space",
-        "method.beta=0.1..10:log",
-        "--seeds",
-        "100",
-        "--out",
-        "out",
-        "-q",
-    ]
+    options = ["--space", "method.beta=0.1..10:log", "--seeds", "100", "--out", "out", "-q"]
+    words = ["tune", "small.toml", *options]
+
     assert call([*words, "--trials", "1"]) == 0
+
     began = (tmp_path / "out/trial000/seed100/summary.json").stat().st_mtime_ns
     assert call([*words, "--trials", "2"]) == 0
     assert (tmp_path / "out/trial000/seed100/summary.json").stat().st_mtime_ns == began, (
         "it is not run again"
     )
+
     lines = capsys.readouterr().out.splitlines()
     assert "is the best of 2" in "\n".join(lines)
     assert "--seeds 1,2,3,4,5" in "\n".join(lines)
+
     page = (tmp_path / "out/tuning.html").read_text()
     assert page.count('class="chart"') == 2
     assert "Do not report" in page
@@ -289,6 +313,7 @@ def test_the_command_replaces_runs_with_other_settings_on_request(
     Path("small.toml").write_text(toys.SMALL)
     words = ["tune", "small.toml", "--space", "method.beta=0.5,1.0", "--seeds", "100", "-q"]
     words += ["--trials", "1", "--out", "out"]
+
     assert call(words) == 0
     assert call([*words, "-s", "rounds=1"]) == 2
     assert "--overwrite" in capsys.readouterr().err

@@ -40,37 +40,42 @@ def _data(trained: list[int], tested: list[int], names: tuple[str, ...] = NAMES)
     return fedstill.from_tensors("mine", split(trained), split(tested), classes=names)
 
 
-def _said(data: Dataset, **changes: object) -> list[str]:
-    what = {"model": "logistic", "partition": "iid", "measure": (), **changes}
-    return list(setting_warnings(prepare(resolve(toys.toy(**what)), data)))
+def _warnings(data: Dataset, **changes: object) -> list[str]:
+    """The warnings of a run before it begins."""
+    values = {"model": "logistic", "partition": "iid", "measure": (), **changes}
+    return list(setting_warnings(prepare(resolve(toys.toy(**values)), data)))
 
 
 def test_data_with_all_classes_are_passed_over() -> None:
-    assert _said(_data([0, 1, 2, 3], [0, 1, 2, 3])) == []
+    assert _warnings(_data([0, 1, 2, 3], [0, 1, 2, 3])) == []
 
 
 def test_classes_that_are_not_trained_or_not_tested_are_named() -> None:
-    (untrained,) = _said(_data([0, 1, 2], [0, 1, 2, 3]))
+    (untrained,) = _warnings(_data([0, 1, 2], [0, 1, 2, 3]))
     assert "training" in untrained
     assert "'dog'" in untrained
-    (untested,) = _said(_data([0, 1, 2, 3], [0, 1]))
+    (untested,) = _warnings(_data([0, 1, 2, 3], [0, 1]))
     assert "test" in untested
     assert "'cat', 'dog'" in untested
 
 
 def test_classes_without_any_example_are_named_and_that_labels_count_from_0() -> None:
-    (numbered,) = _said(_data([1, 2], [1, 2], names=("0", "1", "2")))
+    (numbered,) = _warnings(_data([1, 2], [1, 2], names=("0", "1", "2")))
     assert "'0'" in numbered
     assert "begin at 1" in numbered
-    (named,) = _said(_data([0, 3], [0, 3]))
-    assert "'bee', 'cat'" in named
-    (skipped,) = _said(_data([0, 1, 3], [0, 1, 3], names=("0", "1", "2", "3")))
+
+    (without_examples,) = _warnings(_data([0, 3], [0, 3]))
+    assert "'bee', 'cat'" in without_examples
+
+    without_2 = _data([0, 1, 3], [0, 1, 3], names=("0", "1", "2", "3"))
+    (skipped,) = _warnings(without_2)
     assert "'2'" in skipped
     assert "4 classes" in skipped
 
 
 def test_classes_that_are_alike_but_for_blanks_and_capitals_are_named() -> None:
-    first, second = _said(_data([0, 1, 2, 3], [0, 1, 2, 3], names=("yes", " yes", "no", "No ")))
+    classes = [0, 1, 2, 3]
+    first, second = _warnings(_data(classes, classes, names=("yes", " yes", "no", "No ")))
     assert "'yes' and ' yes'" in first
     assert "'no' and 'No '" in second
 
@@ -83,55 +88,60 @@ def test_a_share_of_suspected_clients_needs_a_rule_that_uses_it(
     aggregation: str, warns: bool
 ) -> None:
     method = {"name": "fedavg", "aggregation": aggregation, "suspected": 0.2}
-    said = _said(_data([0, 1, 2, 3], [0, 1, 2, 3]), method=method)
-    assert ["method.suspected" in warning for warning in said] == [True] * warns
+    messages = _warnings(_data([0, 1, 2, 3], [0, 1, 2, 3]), method=method)
+    assert len(messages) == warns
+    assert all("method.suspected" in message for message in messages)
 
 
-def test_a_run_says_which_columns_were_left_out(
+def test_a_run_logs_the_columns_that_it_leaves_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = "\n".join(f"{i},2024-01-{i % 9 + 1:02d},{i % 2}" for i in range(40))
-    (tmp_path / "mine.csv").write_text(f"a,admitted,label\n{rows}\n")
-    what = {
-        "data": str(tmp_path / "mine.csv"),
-        "model": "logistic",
-        "partition": "iid",
-        "measure": (),
-    }
-    fedstill.run(toys.toy(**what), tmp_path / "run")
+    lines = ["a,admitted,label"]
+    for number in range(40):
+        day = number % 9 + 1
+        lines.append(f"{number},2024-01-{day:02d},{number % 2}")
+    csv = tmp_path / "mine.csv"
+    csv.write_text("\n".join(lines) + "\n")
+    fedstill.run(
+        toys.toy(data=str(csv), model="logistic", partition="iid", measure=()), tmp_path / "run"
+    )
+
     assert "data: left out: admitted (date)" in caplog.messages
 
 
 def test_a_run_of_one_class_is_refused() -> None:
     with pytest.raises(DataError, match="'ant'"):
-        _said(_data([0], [0], names=("ant",)))
+        _warnings(_data([0], [0], names=("ant",)))
 
 
-def test_without_test_examples_it_is_said_that_nothing_is_measured() -> None:
+def test_the_absence_of_test_examples_is_warned_of() -> None:
     data = _data([0, 1], [0, 1], names=("ant", "bee"))
     none = replace(data, test=data.test.take(torch.zeros(0, dtype=torch.int64)))
-    assert any("no test examples" in text for text in _said(none))
+    assert any("no test examples" in text for text in _warnings(none))
 
 
 def test_pictures_that_lie_in_no_folder_of_a_class_are_refused(tmp_path: Path) -> None:
-    flat, split = tmp_path / "flat", tmp_path / "split"
+    flat = tmp_path / "flat"
+    split = tmp_path / "split"
     for folder in (flat, split / "train", split / "test"):
-        folder.mkdir(parents=True)
-        for i in range(3):
-            Image.new("L", (4, 4), i).save(folder / f"{i}.png")
-    for place, where in ((flat, "0.png"), (split, "test/0.png")):
-        with pytest.raises(
-            DataError,
-            match=rf"{place / where} .*{place.name}/cat/0\.png",
-        ):
-            load_dataset(str(place))
+        _save_images(folder, 3)
+
+    with pytest.raises(DataError, match=rf"{flat}/0.png .*flat/cat/0\.png"):
+        load_dataset(str(flat))
+    with pytest.raises(DataError, match=rf"{split}/test/0.png .*split/cat/0\.png"):
+        load_dataset(str(split))
 
 
-def test_classes_may_be_called_as_splits_are(tmp_path: Path) -> None:
-    for name in ("train", "tram"):
-        (tmp_path / name).mkdir()
-        for i in range(10):
-            Image.new("L", (4, 4), i).save(tmp_path / name / f"{i}.png")
+def _save_images(folder: Path, count: int) -> None:
+    """Save grey images in a new folder."""
+    folder.mkdir(parents=True)
+    for number in range(count):
+        Image.new("L", (4, 4), number).save(folder / f"{number}.png")
+
+
+def test_classes_may_have_the_names_of_splits(tmp_path: Path) -> None:
+    _save_images(tmp_path / "train", 10)
+    _save_images(tmp_path / "tram", 10)
     assert load_dataset(str(tmp_path)).classes == ("train", "tram")
 
 
@@ -146,10 +156,11 @@ def test_what_an_own_file_imports_is_not_proposed(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from fedstill import Method\n\nclass Mine(Method):\n    pass\n"
     )
-    with pytest.raises(UnknownName) as said:
+
+    with pytest.raises(UnknownName) as caught:
         lookup("method", "mine.py:Nine", tmp_path)
-    assert "Mine" in str(said.value)
-    assert "Method" not in str(said.value)
+    assert "Mine" in str(caught.value)
+    assert "Method" not in str(caught.value)
 
 
 def test_seeds_that_are_none_are_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,13 +177,15 @@ def test_a_number_that_is_too_large_is_named_with_its_column(tmp_path: Path) -> 
         load_dataset(str(tmp_path / "t.csv"))
 
 
-def test_a_rate_of_sgd_that_reaches_a_stage_of_adam_is_said() -> None:
+def test_a_learning_rate_of_sgd_in_a_stage_of_adam_is_warned_of() -> None:
     data = _data([0, 1, 2, 3], [0, 1, 2, 3])
-    (said,) = _said(data, method="ft_fedavg", plan={"train": {"optimiser": "sgd"}, "lr": 0.05})
-    assert "plan.finetune.lr = 0.05" in said
-    assert "plan.finetune.optimiser = 'sgd'" in said
-    assert _said(data, method="ft_fedavg", plan={"lr": 0.005}) == []
-    assert _said(data, method="ft_fedavg", plan={"lr": 0.05, "optimiser": "sgd"}) == []
+    (warning,) = _warnings(
+        data, method="ft_fedavg", plan={"train": {"optimiser": "sgd"}, "lr": 0.05}
+    )
+    assert "plan.finetune.lr = 0.05" in warning
+    assert "plan.finetune.optimiser = 'sgd'" in warning
+    assert _warnings(data, method="ft_fedavg", plan={"lr": 0.005}) == []
+    assert _warnings(data, method="ft_fedavg", plan={"lr": 0.05, "optimiser": "sgd"}) == []
 
 
 ADAM = {"optimiser": "adam"}
@@ -189,7 +202,7 @@ ADAM = {"optimiser": "adam"}
     ],
 )
 def test_values_of_a_plan_without_effect_are_named(plan: dict[str, object], key: str) -> None:
-    (warning,) = _said(_data([0, 1, 2, 3], [0, 1, 2, 3]), plan=plan)
+    (warning,) = _warnings(_data([0, 1, 2, 3], [0, 1, 2, 3]), plan=plan)
     assert f"plan.train.{key} = {plan[key]}" in warning
 
 
@@ -204,7 +217,7 @@ def test_values_of_a_plan_without_effect_are_named(plan: dict[str, object], key:
     ],
 )
 def test_values_of_a_plan_with_an_effect_cause_no_warning(plan: dict[str, object]) -> None:
-    assert _said(_data([0, 1, 2, 3], [0, 1, 2, 3]), plan=plan) == []
+    assert _warnings(_data([0, 1, 2, 3], [0, 1, 2, 3]), plan=plan) == []
 
 
 @dataclass(frozen=True)
@@ -217,7 +230,7 @@ class DecaysWithMomentum(FedAvg):
 @pytest.mark.parametrize("plan", [{"lr_schedule": "cosine"}, ADAM])
 def test_values_that_a_method_sets_cause_no_warning(plan: dict[str, object]) -> None:
     data = _data([0, 1, 2, 3], [0, 1, 2, 3])
-    assert _said(data, method=DecaysWithMomentum(), plan=plan) == []
+    assert _warnings(data, method=DecaysWithMomentum(), plan=plan) == []
 
 
 def test_a_value_for_all_stages_causes_no_warning_if_it_has_an_effect_in_one() -> None:
