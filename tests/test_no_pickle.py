@@ -9,5 +9,5 @@ from scorecard.what_runs import unpickled
 
 def test_no_module_names_a_pickle_and_a_run_that_is_watched_meets_none() -> None:
     measured = unpickled(10_000)
-    assert measured.says == ()
+    assert measured.remarks == ()
     assert measured.passed == measured.trials > 200

@@ -32,7 +32,7 @@ def test_every_row_has_one_home() -> None:
     assert set(ids) == {f"R{i}" for i in range(1, 7)} | {f"S{i}" for i in range(1, 7)} | {
         f"P{i}" for i in range(1, 5)
     } | {"Q1", "Q2"}
-    assert all(0 < row.quick <= row.whole for row in ROWS)
+    assert all(0 < row.quick <= row.complete for row in ROWS)
 
 
 @pytest.mark.parametrize(
@@ -53,17 +53,17 @@ def test_every_row_has_one_home() -> None:
 )
 def test_a_row_passes_here(probe, trials: int) -> None:
     measured = probe(trials)
-    assert measured.says == ()
+    assert measured.remarks == ()
     assert measured.passed == measured.trials >= trials
 
 
 def test_rows_that_say_what_they_measured_pass_here() -> None:
     seen = members_told(2)
     assert (seen.trials, seen.passed) == (2, 2)
-    assert [line.partition(": AUC 0.")[0] for line in seen.says] == ["fedavg", "fedavgm"]
+    assert [line.partition(": AUC 0.")[0] for line in seen.remarks] == ["fedavg", "fedavgm"]
     sent = sent_by(9)
     assert (sent.trials, sent.passed) == (9, 9)
-    assert "ccvr: counts, sums, products made from labels" in sent.says
+    assert "ccvr: counts, sums, products made from labels" in sent.remarks
 
 
 def test_a_module_that_reads_pickles_is_noticed(
@@ -94,7 +94,7 @@ def test_memory_that_grows_and_files_left_open_are_noticed(monkeypatch: pytest.M
         "subprocess",
         SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=0, stdout=told)),
     )
-    assert everyday.lasting(3).says == (
+    assert everyday.lasting(3).remarks == (
         "parallel, after 300 rounds: 1,011 bytes, and 1,000 after 100 rounds",
         "parallel, after 400 rounds: 6 open files, and 5 after 100 rounds",
     )
@@ -103,12 +103,12 @@ def test_memory_that_grows_and_files_left_open_are_noticed(monkeypatch: pytest.M
 @pytest.mark.slow
 def test_what_takes_long_passes_here() -> None:
     assert everyday.lasting(1) == Trials(1, 1)
-    assert everyday.examples(10_000).says == ()
+    assert everyday.examples(10_000).remarks == ()
 
 
 def test_a_screen_that_lets_all_pass_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedstill.core.screen._Screening._numbers", lambda *_: "")
-    says = hostile_replies.poisoned(17).says
+    says = hostile_replies.poisoned(17).remarks
     assert any("NaN: it ended the round: Diverged" in line for line in says)
 
 
@@ -119,11 +119,11 @@ def test_masks_that_hide_nothing_and_sums_that_are_wrong_are_noticed(
         return np.zeros(length, dtype=np.uint64)
 
     monkeypatch.setattr("fedstill.privacy.protocol.mask_of", nothing)
-    (first, *_) = secret_sums(1).says
+    (first, *_) = secret_sums(1).remarks
     assert "the upload of client 0 is not uniform" in first
     monkeypatch.undo()
     monkeypatch.setattr("fedstill.privacy.masking.FixedPoint.error", 0.0)
-    assert "the mean is off by" in secret_sums(1).says[0]
+    assert "the mean is off by" in secret_sums(1).remarks[0]
 
 
 def test_a_mechanism_with_a_quarter_of_its_noise_is_noticed(
@@ -141,7 +141,7 @@ def test_a_checkpoint_that_is_loaded_damaged_is_noticed(monkeypatch: pytest.Monk
         raise KeyError("layer")
 
     monkeypatch.setattr(stopping_runs, "resume", crash)
-    assert "KeyError" in stopping_runs.damage(1).says[0]
+    assert "KeyError" in stopping_runs.damage(1).remarks[0]
 
     def named(*_: object) -> None:
         raise CorruptFile("by name")
@@ -164,7 +164,12 @@ def test_rows_are_chosen_by_id() -> None:
 
 def test_the_page_and_the_numbers_say_the_same(tmp_path: Path) -> None:
     row = PromiseRow(
-        "R4", "a <promise>", "a trial", lambda n: Trials(n, n - 1, ("one & only",)), 2, 9
+        id="R4",
+        promise="a <promise>",
+        trial="a trial",
+        probe=lambda n: Trials(n, n - 1, ("one & only",)),
+        quick=2,
+        complete=9,
     )
     told = measure_rows([row], True, lambda _: None)
     assert not all_passed(told)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedstill.core.errors import UnknownName
@@ -30,7 +30,10 @@ def main(words: Sequence[str] | None = None) -> int:
     except UnknownName as error:
         parser.error(str(error))
 
-    scorecard = measure_rows(rows, arguments.quick, _silent if arguments.quiet else _announce)
+    announce: Callable[[PromiseRow], None] = _announce
+    if arguments.quiet:
+        announce = _silent
+    scorecard = measure_rows(rows, arguments.quick, announce)
     page = write_scorecard(scorecard, arguments.out or new_folder("scorecard"))
 
     screen = terminal.console()

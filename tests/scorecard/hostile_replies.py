@@ -1,5 +1,5 @@
-"""Rows on what clients send: replies that must be refused, clients that do not answer, and plain
-repetition.
+"""Rows on replies of clients: malformed ones are refused, missing ones are tolerated, and their
+order does not matter.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from fedstill.core.records import NOTHING, Payload, Reply, Stage, State
 from fedstill.core.trees import same_bits
 from fedstill.running.preparation import Prepared, prepare
 from loops import context_of, first_state, next_state
-from scorecard.trials import STEADY, Trials, small_run
+from scorecard.trials import STEADY, Trials, problem_unless, small_run
 
 Change = Callable[[list[Reply]], list[Reply]]
+"""A change of the replies of a stage."""
+
+Spoiling = Callable[[Reply], Reply]
+"""A change of one reply."""
 
 
 @dataclass(frozen=True)
 class Tampered:
-    """An engine whose replies are changed on their way."""
+    """An engine whose replies are changed before the server receives them."""
 
     engine: Engine
     change: Change
@@ -35,48 +39,50 @@ class Tampered:
     def run(
         self, work: ClientWork, stage: Stage, payloads: Mapping[int, Payload], seed: int
     ) -> list[Reply]:
-        """The replies, changed in stages of a round in which something is sent."""
-        came = self.engine.run(work, stage, payloads, seed)
-        return (
-            self.change(came) if stage.round > 0 and any(reply.content for reply in came) else came
-        )
+        """The replies, changed in the stages of a round in which clients send any content."""
+        replies = self.engine.run(work, stage, payloads, seed)
+        if stage.round > 0 and any(reply.content for reply in replies):
+            return self.change(replies)
+        return replies
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
-        """Keep what clients remember."""
+        """Store the states of clients."""
         self.engine.commit(stage, clients)
 
 
 @dataclass
-class NotesRefusals(NoRecorder):
-    """The clients whose replies were refused."""
+class RefusedClients(NoRecorder):
+    """Records the clients whose replies were refused."""
 
     clients: list[int] = field(default_factory=list)
 
     def stage(self, result: StageResult) -> None:
-        """Note the refusals."""
+        """Record the refusals."""
         self.clients += [refusal.client for refusal in result.refused]
 
 
-def _spoilt(change: Callable[[torch.Tensor], Any]) -> Callable[[Reply], Reply]:
+def _spoilt(change: Callable[[torch.Tensor], Any]) -> Spoiling:
+    """A change of the first tensor of a reply."""
+
     def spoil(reply: Reply) -> Reply:
-        group = next(g for g, v in reply.content.items() if isinstance(v, Mapping))
-        tensors: dict[str, Any] = dict(reply.content.tensors(group))
-        name = next(iter(tensors))
-        return replace(
-            reply,
-            content=Payload(reply.content, **{group: {**tensors, name: change(tensors[name])}}),
-        )
+        groups = [name for name, value in reply.content.items() if isinstance(value, Mapping)]
+        tensors: dict[str, Any] = dict(reply.content.tensors(groups[0]))
+        first = next(iter(tensors))
+        tensors[first] = change(tensors[first])
+        return replace(reply, content=Payload(reply.content, **{groups[0]: tensors}))
 
     return spoil
 
 
-def _regrouped(
-    change: Callable[[dict[str, object]], dict[str, object]],
-) -> Callable[[Reply], Reply]:
-    return lambda reply: replace(reply, content=Payload(change(dict(reply.content))))  # type: ignore[arg-type]
+def _without_groups(reply: Reply) -> Reply:
+    return replace(reply, content=Payload())
 
 
-KINDS: Mapping[str, Callable[[Reply], Reply]] = {
+def _with_extra_group(reply: Reply) -> Reply:
+    return replace(reply, content=Payload(reply.content, extra=1.0))
+
+
+KINDS: Mapping[str, Spoiling] = {
     "NaN": _spoilt(lambda t: t * float("nan")),
     "+Inf": _spoilt(lambda t: t + float("inf")),
     "-Inf": _spoilt(lambda t: t - float("inf")),
@@ -87,113 +93,136 @@ KINDS: Mapping[str, Callable[[Reply], Reply]] = {
     "sparse": _spoilt(lambda t: t.to_sparse()),
     "no tensor": _spoilt(lambda t: 3.0),
     "a thousand times the norm": _spoilt(lambda t: (t + 1) * 1e4),
-    "missing group": _regrouped(lambda groups: {}),
-    "extra group": _regrouped(lambda groups: {**groups, "extra": 1.0}),
+    "missing group": _without_groups,
+    "extra group": _with_extra_group,
     "negative count": lambda reply: replace(reply, examples=-1),
     "huge count": lambda reply: replace(reply, examples=10**12),
     "wrong round": lambda reply: replace(reply, round=99),
     "wrong client": lambda reply: replace(reply, client=77),
     "a report that cannot be": lambda reply: replace(reply, metrics={"steps": float("nan")}),
 }
-"""Replies that must be refused, by what is wrong with them."""
+"""Malformed replies, which must be refused."""
+
+PARALLEL = [method for method in STEADY if method != "fedseq"]
 
 
 def poisoned(trials: int) -> Trials:
-    """Each trial: one reply of a round is spoilt; it is refused by name, and the state is that
+    """Each trial: one reply of a round is malformed. It is refused by name, and the state is that
     without the client.
     """
-    kinds, problems = list(KINDS), dict[str, str]()
+    problems = dict[str, str]()
+    kinds = list(KINDS)
     for trial in range(trials):
-        method = [m for m in STEADY if m != "fedseq"][trial // len(kinds) % (len(STEADY) - 1)]
+        method = PARALLEL[trial // len(kinds) % len(PARALLEL)]
         kind = kinds[trial % len(kinds)]
-        problems[f"{method}, {kind}"] = _taken(prepared(small_run(method, rounds=1)), KINDS[kind])
+        ready = prepared(small_run(method, rounds=1))
+        problems[f"{method}, {kind}"] = _accepted(ready, KINDS[kind])
     return Trials.of(problems)
 
 
-def _taken(ready: Prepared, spoil: Callable[[Reply], Reply]) -> str:
-    """What is wrong with a round in which the last reply is spoilt."""
-    watch, without = NotesRefusals(), one_round(ready, lambda came: came[:-1])
+def _accepted(ready: Prepared, spoil: Spoiling) -> str:
+    """The problem of a round in which the last reply is malformed."""
+    without_last = one_round(ready, lambda replies: replies[:-1])
+
+    def spoil_last(replies: list[Reply]) -> list[Reply]:
+        return [*replies[:-1], spoil(replies[-1])]
+
+    refused = RefusedClients()
     try:
-        state = one_round(ready, lambda came: [*came[:-1], spoil(came[-1])], watch)
+        state = one_round(ready, spoil_last, refused)
     except FedstillError as error:
         return f"it ended the round: {on_one_line(error)}"
-    if len(watch.clients) != 1:
+    if len(refused.clients) != 1:
         return "it was taken"
-    return "" if same_bits(state.params, without.params) else "other bits than without it"
+    is_same = same_bits(state.params, without_last.params)
+    return problem_unless(is_same, "other bits than without it")
+
+
+RATES = (0.0, 0.1, 0.3, 0.5, 0.9)
+"""Rates at which clients fail, in turn."""
 
 
 def absent(trials: int) -> Trials:
-    """Each trial: clients fail with a rate of 0 to 90 %; the round ends the same way twice, with a
-    state or by name.
+    """Each trial: clients fail at a rate of 0 to 90 %. A round ends in the same way twice, with a
+    state or an error by name.
     """
-    rates, problems = (0.0, 0.1, 0.3, 0.5, 0.9), dict[str, str]()
+    problems = dict[str, str]()
     for trial in range(trials):
-        method, rate = STEADY[trial // len(rates) % len(STEADY)], rates[trial % len(rates)]
+        method = STEADY[trial // len(RATES) % len(STEADY)]
+        rate = RATES[trial % len(RATES)]
         ready = prepared(small_run(method, rounds=1, seed=trial, clients={"failures": "tolerate"}))
-
-        def lose(came: list[Reply], rate: float = rate, seed: int = trial) -> list[Reply]:
-            return [
-                replace(r, content=NOTHING, failure="gone") if _lost(r, rate, seed) else r
-                for r in came
-            ]
-
-        one, other = (_ended(ready, lose) for _ in range(2))
-        problems[f"{method}, {rate:.0%}, seed {trial}"] = (
-            "" if one == other else f"{one}, then {other}"
+        change = _failing(rate, trial)
+        first = _end_of_round(ready, change)
+        second = _end_of_round(ready, change)
+        problems[f"{method}, {rate:.0%}, seed {trial}"] = problem_unless(
+            first == second, f"{first}, then {second}"
         )
     return Trials.of(problems)
 
 
-def _lost(reply: Reply, rate: float, seed: int) -> bool:
-    draw = generator(seed_for(seed, reply.round, reply.stage, reply.client, "gone"))
-    return float(torch.rand(1, generator=draw)) < rate
+def _failing(rate: float, seed: int) -> Change:
+    """A change by which clients fail at a rate."""
+
+    def fail(replies: list[Reply]) -> list[Reply]:
+        changed = []
+        for reply in replies:
+            draw = generator(seed_for(seed, reply.round, reply.stage, reply.client, "gone"))
+            if float(torch.rand(1, generator=draw)) < rate:
+                reply = replace(reply, content=NOTHING, failure="gone")
+            changed.append(reply)
+        return changed
+
+    return fail
 
 
-def _ended(ready: Prepared, change: Change) -> str:
+def _end_of_round(ready: Prepared, change: Change) -> str:
+    """The name of the error that ends round 1, or else the sum of all parameters."""
     try:
         state = one_round(ready, change)
     except (TooFewReplies, Diverged) as error:
         return type(error).__name__
-    return str(sum(float(v.double().sum()) for v in state.params.values()))
+    return str(sum(float(parameter.double().sum()) for parameter in state.params.values()))
 
 
 def repeated(trials: int) -> Trials:
-    """Each trial: a run's rounds twice, client by client and side by side, with replies in
-    another order: same bits.
+    """Each trial: a round with clients one by one and side by side, whose replies are reversed, has
+    the same bits.
     """
     problems = dict[str, str]()
     for trial in range(trials):
         method = STEADY[trial % len(STEADY)]
-        states = [
-            one_round(prepared(small_run(method, rounds=1, seed=trial, engine=engine)), change)
-            for engine, change in (
-                ("serial", lambda came: came),
-                ("pooled", lambda came: came[::-1]),
-            )
-        ]
-        same = same_bits(states[0].params, states[1].params)
-        problems[f"{method}, seed {trial}"] = "" if same else "other bits"
+        serial = prepared(small_run(method, rounds=1, seed=trial, engine="serial"))
+        pooled = prepared(small_run(method, rounds=1, seed=trial, engine="pooled"))
+        in_order = one_round(serial, unchanged)
+        reversed_order = one_round(pooled, lambda replies: replies[::-1])
+        is_same = same_bits(in_order.params, reversed_order.params)
+        problems[f"{method}, seed {trial}"] = problem_unless(is_same, "other bits")
     return Trials.of(problems)
 
 
 def diverging(trials: int) -> Trials:
-    """Each trial: a learning rate of ten thousand; the run must end by name, with the state of
-    before.
+    """Each trial: a round with a learning rate of ten thousand ends with an error that names the
+    divergence.
     """
     problems = dict[str, str]()
+    plan = {"epochs": 2, "batch": 20, "lr": 1e4}
     for trial in range(trials):
         method = STEADY[trial % len(STEADY)]
-        ready = prepared(
-            small_run(method, rounds=1, seed=trial, plan={"epochs": 2, "batch": 20, "lr": 1e4})
-        )
+        ready = prepared(small_run(method, rounds=1, seed=trial, plan=plan))
         try:
-            one_round(ready, lambda came: came)
-            problems[f"{method}, seed {trial}"] = "nothing was said"
+            one_round(ready, unchanged)
+            problem = "nothing was said"
         except (Diverged, TooFewReplies):
-            problems[f"{method}, seed {trial}"] = ""
+            problem = ""
         except FedstillError as error:
-            problems[f"{method}, seed {trial}"] = on_one_line(error)
+            problem = on_one_line(error)
+        problems[f"{method}, seed {trial}"] = problem
     return Trials.of(problems)
+
+
+def unchanged(replies: list[Reply]) -> list[Reply]:
+    """The replies as clients send them."""
+    return replies
 
 
 def prepared(experiment: Experiment) -> Prepared:
@@ -202,7 +231,7 @@ def prepared(experiment: Experiment) -> Prepared:
 
 
 def one_round(ready: Prepared, change: Change, recorder: Recorder | None = None) -> State:
-    """The state after round 1, with replies changed on their way."""
+    """The state after round 1, with changed replies."""
     engine = ready.engine()
     state = first_state(context_of(ready, engine))
     return next_state(state, context_of(ready, Tampered(engine, change), recorder))

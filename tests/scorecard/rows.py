@@ -1,4 +1,4 @@
-"""The rows, in their order; and the page and the JSON of what came of them."""
+"""The rows in their order, and the page and the JSON file of their outcomes."""
 
 from __future__ import annotations
 
@@ -28,86 +28,152 @@ from scorecard.trials import PromiseRow, Trials, without_log
 from scorecard.what_runs import foreign_code, unpickled
 
 ALL = 10_000
-"""More than there are, where a trial is a part of the package."""
+"""The number of trials of a row whose trials are parts of the package: more than it has."""
 
 ROWS = (
     PromiseRow(
-        "R1", "a killed run resumes to the same bits", "a kill -9 at a moment drawn", kills, 4, 200
+        id="R1",
+        promise="a killed run resumes to the same bits",
+        trial="a kill -9 at a moment drawn",
+        probe=kills,
+        quick=4,
+        complete=200,
     ),
     PromiseRow(
-        "R2", "a bad checkpoint is never loaded", "a damaged file, and a resume", damage, 20, 300
-    ),
-    PromiseRow("R3", "clients may fail", "a round at 0 to 90 % failures, twice", absent, 10, 300),
-    PromiseRow(
-        "R4",
-        "same seed, same result",
-        "a round on two engines, replies turned round",
-        repeated,
-        8,
-        60,
+        id="R2",
+        promise="a bad checkpoint is never loaded",
+        trial="a damaged file, and a resume",
+        probe=damage,
+        quick=20,
+        complete=300,
     ),
     PromiseRow(
-        "R5", "divergence is noticed", "a round with an absurd learning rate", diverging, 8, 20
-    ),
-    PromiseRow("R6", "long runs do not leak", "a hundred rounds more of a run", lasting, 2, 36),
-    PromiseRow(
-        "S1", "poisoned replies are refused by name", "a spoilt reply in a round", poisoned, 17, 119
-    ),
-    PromiseRow(
-        "S2",
-        "what robust means leave of an attack",
-        "a run with hostile clients",
-        under_attack,
-        5,
-        45,
+        id="R3",
+        promise="clients may fail",
+        trial="a round at 0 to 90 % failures, twice",
+        probe=absent,
+        quick=10,
+        complete=300,
     ),
     PromiseRow(
-        "S3", "no file that is read can run code", "a module; a run, watched", unpickled, ALL, ALL
+        id="R4",
+        promise="same seed, same result",
+        trial="a round on two engines, replies turned round",
+        probe=repeated,
+        quick=8,
+        complete=60,
     ),
     PromiseRow(
-        "S4",
-        "a malformed file is one clear line",
-        "a file changed at random",
-        malformed,
-        200,
-        16_000,
+        id="R5",
+        promise="divergence is noticed",
+        trial="a round with an absurd learning rate",
+        probe=diverging,
+        quick=8,
+        complete=20,
     ),
     PromiseRow(
-        "S5", "no stranger gets in", "a start, greeting or request without a key", strangers, 11, 33
+        id="R6",
+        promise="long runs do not leak",
+        trial="a hundred rounds more of a run",
+        probe=lasting,
+        quick=2,
+        complete=36,
     ),
     PromiseRow(
-        "S6",
-        "no code crosses the wire",
-        "a request or an app with code of another's",
-        foreign_code,
-        10,
-        10,
-    ),
-    PromiseRow("P1", "epsilon is true", "a claim against another way to it", epsilons, 20, 200),
-    PromiseRow(
-        "P2",
-        "the server sees only the sum",
-        "a sum with 0 to 60 % gone, or a refusal",
-        secret_sums,
-        12,
-        100,
+        id="S1",
+        promise="poisoned replies are refused by name",
+        trial="a spoilt reply in a round",
+        probe=poisoned,
+        quick=17,
+        complete=119,
     ),
     PromiseRow(
-        "P3", "how far members can be told", "a run whose uploads are attacked", members_told, 5, 60
+        id="S2",
+        promise="what robust means leave of an attack",
+        trial="a run with hostile clients",
+        probe=under_attack,
+        quick=5,
+        complete=45,
     ),
     PromiseRow(
-        "P4",
-        "what is sent beside models",
-        "a method's uploads, with other labels too",
-        sent_by,
-        10,
-        ALL,
+        id="S3",
+        promise="no file that is read can run code",
+        trial="a module; a run, watched",
+        probe=unpickled,
+        quick=ALL,
+        complete=ALL,
     ),
     PromiseRow(
-        "Q1", "every example in the code runs", "a module with examples", examples, ALL, ALL
+        id="S4",
+        promise="a malformed file is one clear line",
+        trial="a file changed at random",
+        probe=malformed,
+        quick=200,
+        complete=16_000,
     ),
     PromiseRow(
-        "Q2", "a method is one file", "a file: run, stopped, resumed, reported", one_file, 1, 3
+        id="S5",
+        promise="no stranger gets in",
+        trial="a start, greeting or request without a key",
+        probe=strangers,
+        quick=11,
+        complete=33,
+    ),
+    PromiseRow(
+        id="S6",
+        promise="no code crosses the wire",
+        trial="a request or an app with code of another's",
+        probe=foreign_code,
+        quick=10,
+        complete=10,
+    ),
+    PromiseRow(
+        id="P1",
+        promise="epsilon is true",
+        trial="a claim against another way to it",
+        probe=epsilons,
+        quick=20,
+        complete=200,
+    ),
+    PromiseRow(
+        id="P2",
+        promise="the server sees only the sum",
+        trial="a sum with 0 to 60 % gone, or a refusal",
+        probe=secret_sums,
+        quick=12,
+        complete=100,
+    ),
+    PromiseRow(
+        id="P3",
+        promise="how far members can be told",
+        trial="a run whose uploads are attacked",
+        probe=members_told,
+        quick=5,
+        complete=60,
+    ),
+    PromiseRow(
+        id="P4",
+        promise="what is sent beside models",
+        trial="a method's uploads, with other labels too",
+        probe=sent_by,
+        quick=10,
+        complete=ALL,
+    ),
+    PromiseRow(
+        id="Q1",
+        promise="every example in the code runs",
+        trial="a module with examples",
+        probe=examples,
+        quick=ALL,
+        complete=ALL,
+    ),
+    PromiseRow(
+        id="Q2",
+        promise="a method is one file",
+        trial="a file: run, stopped, resumed, reported",
+        probe=one_file,
+        quick=1,
+        complete=3,
     ),
 )
 
@@ -115,30 +181,37 @@ HEAD = ["", "promise", "a trial", "trials", "passed", "seconds", "again"]
 
 
 def chosen_rows(names: Sequence[str]) -> list[PromiseRow]:
-    """The rows of these ids, all of them where none is named; raises UnknownName."""
-    known = {row.id: row for row in ROWS}
+    """The rows of these ids, or all rows if no id is given. Raises UnknownName."""
+    if not names:
+        return list(ROWS)
+    rows_by_id = {row.id: row for row in ROWS}
     for name in names:
-        if name.upper() not in known:
-            raise UnknownName("row", name, known)
-    return [known[name.upper()] for name in names] if names else list(ROWS)
+        if name.upper() not in rows_by_id:
+            raise UnknownName("row", name, rows_by_id)
+    return [rows_by_id[name.upper()] for name in names]
 
 
 def measure_rows(
     rows: Sequence[PromiseRow], quick: bool, announce: Callable[[PromiseRow], None]
 ) -> dict[str, Any]:
-    """Measure rows, each announced first; gives the scorecard as it is written to a file."""
+    """Measure rows, announcing each. Returns the scorecard as it is written to a file."""
     measured = []
     for row in rows:
         announce(row)
-        trials = row.quick if quick else row.whole
+        trials = row.complete
+        if quick:
+            trials = row.quick
         start = time.perf_counter()
         with without_log():
             outcome = row.probe(trials)
         measured.append(_measured_row(row, outcome, time.perf_counter() - start, quick))
+
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    machine = f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}"
     return {
         "version": VERSION,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}",
+        "date": date,
+        "machine": machine,
         "torch": torch.__version__,
         "quick": quick,
         "rows": measured,
@@ -146,7 +219,9 @@ def measure_rows(
 
 
 def _measured_row(row: PromiseRow, outcome: Trials, seconds: float, quick: bool) -> dict[str, Any]:
-    arguments = f'"{row.id} --quick"' if quick else row.id
+    arguments = row.id
+    if quick:
+        arguments = f'"{row.id} --quick"'
     return {
         "id": row.id,
         "promise": row.promise,
@@ -155,7 +230,7 @@ def _measured_row(row: PromiseRow, outcome: Trials, seconds: float, quick: bool)
         "passed": outcome.passed,
         "seconds": round(seconds, 1),
         "command": f"make scorecard ARGS={arguments}",
-        "says": list(outcome.says),
+        "says": list(outcome.remarks),
     }
 
 
@@ -171,14 +246,12 @@ def all_passed(scorecard: Mapping[str, Any]) -> bool:
 
 
 def write_scorecard(scorecard: Mapping[str, Any], folder: Path) -> Path:
-    """Write scorecard.json and scorecard.html, which needs no network; gives the page's path."""
+    """Write scorecard.json and scorecard.html, which needs no network. Returns the page's path."""
     make_folder(folder)
     write_whole(folder / "scorecard.json", json.dumps(scorecard, indent=2).encode())
 
-    origin = (
-        f"fedstill {scorecard['version']}, torch {scorecard['torch']}, {scorecard['machine']}, "
-        f"{scorecard['date']}"
-    )
+    versions = f"fedstill {scorecard['version']}, torch {scorecard['torch']}"
+    origin = f"{versions}, {scorecard['machine']}, {scorecard['date']}"
     table = Table(HEAD, score_lines(scorecard))
     sections = [Section("rows", "Measured here", [Paragraph(origin), table])]
     remarks = [[row["id"], line] for row in scorecard["rows"] for line in row["says"]]

@@ -1,6 +1,4 @@
-"""Rows on runs that are stopped and damaged: killed at any moment, resumed; checkpoints with bits
-turned.
-"""
+"""Rows on runs that are killed at any moment or whose checkpoints are damaged, and then resumed."""
 
 from __future__ import annotations
 
@@ -9,6 +7,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,109 +17,151 @@ from fedstill.core.errors import FedstillError, on_one_line
 from fedstill.core.files import digest
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.runner import resume, run
-from scorecard.trials import STEADY, Trials, scratch, small_run
+from scorecard.trials import STEADY, Trials, problem_unless, scratch, small_run
 
 PATIENCE = 120.0
-"""Seconds after which a run that was started counts as hung."""
+"""Seconds in which a run must write the beginning of its journal."""
+
+OTHER_BITS = "the resumed run has other bits"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The results of a run that depend on its bits: the final model's SHA-256, and the journal
+    without times.
+    """
+
+    model_sha256: str
+    events: list[Any]
+
+
+def evidence_of(folder: Path) -> Evidence:
+    """The evidence of a finished run."""
+    events = [event for event in read_journal(folder / "journal.jsonl") if not is_resume(event)]
+    model = (folder / "model.safetensors").read_bytes()
+    return Evidence(digest(model), without_times(events))
+
+
+def is_resume(event: Mapping[str, Any]) -> bool:
+    """Whether an event records a resume with other versions."""
+    return bool(event["event"] == "resumed")
+
+
+@dataclass(frozen=True)
+class Uninterrupted:
+    """A run that was not killed: its config file, its evidence, and its duration in seconds."""
+
+    config: Path
+    evidence: Evidence
+    seconds: float
+
+
+def _uninterrupted(method: str, place: Path) -> Uninterrupted:
+    """Carry out a run of a method to its end."""
+    config = place / f"{method}.toml"
+    config.write_text(resolve(small_run(method, rounds=6)).toml, encoding="utf-8")
+    start = time.perf_counter()
+    run(small_run(method, rounds=6), place / method)
+    seconds = time.perf_counter() - start
+    return Uninterrupted(config, evidence_of(place / method), seconds)
 
 
 def kills(trials: int) -> Trials:
-    """Each trial: a run in a process of its own, killed at a moment drawn, resumed here,
-    compared.
-    """
-    draw, problems = random.Random(0), dict[str, str]()
+    """Each trial: a run in a process of its own is killed at a random moment, and resumed here."""
+    problems = dict[str, str]()
+    draw = random.Random(0)
+    runs: dict[str, Uninterrupted] = {}
     with scratch() as place:
-        wanted: dict[str, tuple[Any, float]] = {}
         for trial in range(trials):
             method = STEADY[trial % len(STEADY)]
-            if method not in wanted:
-                began = time.perf_counter()
-                run(small_run(method, rounds=6), place / method)
-                wanted[method] = evidence_of(place / method), time.perf_counter() - began
-            want, seconds = wanted[method]
-            folder, config = place / f"killed{trial}", place / f"{method}.toml"
-            config.write_text(resolve(small_run(method, rounds=6)).toml, encoding="utf-8")
-            problems[f"{method}, kill {trial + 1}"] = _killed(
-                config, folder, draw.uniform(0, seconds), want
-            )
+            if method not in runs:
+                runs[method] = _uninterrupted(method, place)
+            moment = draw.uniform(0, runs[method].seconds)
+            problem = _kill_and_resume(runs[method], place / f"killed{trial}", moment)
+            problems[f"{method}, kill {trial + 1}"] = problem
     return Trials.of(problems)
 
 
-def _killed(config: Path, folder: Path, after: float, want: object) -> str:
-    """What is wrong with a run that was killed so many seconds after its journal began, and
-    resumed.
-    """
-    words = [sys.executable, "-m", "fedstill", "run", str(config), "--out", str(folder), "--quiet"]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + PATIENCE
-    while (
-        not (folder / "journal.jsonl").exists()
-        and process.poll() is None
-        and time.monotonic() < until
-    ):
+def _kill_and_resume(uninterrupted: Uninterrupted, folder: Path, moment: float) -> str:
+    """The problem of a run that is killed some seconds after its journal begins, and resumed."""
+    options = ["--out", str(folder), "--quiet"]
+    command = [sys.executable, "-m", "fedstill", "run", str(uninterrupted.config), *options]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    journal = folder / "journal.jsonl"
+    deadline = time.monotonic() + PATIENCE
+    while not journal.exists() and process.poll() is None:
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.005)
-    began = (folder / "journal.jsonl").exists()
-    time.sleep(after)
+    has_journal = journal.exists()
+    time.sleep(moment)
     process.kill()
     process.wait()
-    if not began:
+
+    if not has_journal:
         return f"it had no journal {PATIENCE:.0f} s after its start"
     try:
         resume(folder)
     except FedstillError as error:
         return on_one_line(error)
-    return "" if evidence_of(folder) == want else "the resumed run has other bits"
+    return problem_unless(evidence_of(folder) == uninterrupted.evidence, OTHER_BITS)
+
+
+def _cut(content: bytes, draw: random.Random) -> bytes:
+    return content[: len(content) // 2]
+
+
+def _emptied(content: bytes, draw: random.Random) -> bytes:
+    return b""
+
+
+def _turned(content: bytes, draw: random.Random) -> bytes:
+    out = bytearray(content)
+    out[draw.randrange(len(out))] ^= 1 << draw.randrange(8)
+    return bytes(out)
+
+
+DAMAGES: Mapping[str, Callable[[bytes, random.Random], bytes]] = {
+    "cut": _cut,
+    "emptied": _emptied,
+    "turned": _turned,
+}
+"""Damages of a file: it loses its second half or all of its content, or a bit is flipped."""
 
 
 def damage(trials: int) -> Trials:
-    """Each trial: a file of a checkpoint is cut short, emptied, or gets a bit turned; then the run
-    is resumed.
-    """
-    draw, problems = random.Random(1), dict[str, str]()
+    """Each trial: a file of a checkpoint is damaged, and the run is resumed."""
+    problems = dict[str, str]()
+    draw = random.Random(1)
     with scratch() as place:
         run(small_run("scaffold", rounds=3), place / "whole")
-        want = evidence_of(place / "whole")
+        evidence = evidence_of(place / "whole")
         for trial in range(trials):
             folder = place / "damaged"
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(place / "whole", folder)
-            for name in ("summary.json", "model.safetensors"):
-                (folder / name).unlink()
-            files = sorted(
-                p for d in ("checkpoints", "memory") for p in (folder / d).rglob("*") if p.is_file()
-            )
-            file = draw.choice([p for p in files if p.stat().st_size])
-            how = draw.choice(("cut", "emptied", "turned"))
-            data = bytearray(file.read_bytes())
-            if how == "turned":
-                data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-            file.write_bytes(
-                bytes(data)
-                if how == "turned"
-                else data[: 0 if how == "emptied" else len(data) // 2]
-            )
-            problems[f"{trial + 1}: {file.relative_to(folder)} {how}"] = _resumed(folder, want)
+            (folder / "summary.json").unlink()
+            (folder / "model.safetensors").unlink()
+            file = draw.choice(_files_of_checkpoints(folder))
+            name = draw.choice(sorted(DAMAGES))
+            file.write_bytes(DAMAGES[name](file.read_bytes(), draw))
+            problem = _problem_of_resuming(folder, evidence)
+            problems[f"{trial + 1}: {file.relative_to(folder)} {name}"] = problem
     return Trials.of(problems)
 
 
-def _resumed(folder: Path, want: object) -> str:
-    """What is wrong where a damaged run is resumed: nothing if it says so by name, or gives the
-    same bits.
-    """
+def _files_of_checkpoints(folder: Path) -> list[Path]:
+    """The files of a run's checkpoints and of its clients' memory that are not empty."""
+    paths = [*(folder / "checkpoints").rglob("*"), *(folder / "memory").rglob("*")]
+    return sorted(path for path in paths if path.is_file() and path.stat().st_size)
+
+
+def _problem_of_resuming(folder: Path, evidence: Evidence) -> str:
+    """The problem if a resume neither raises an error of fedstill nor leads to the same bits."""
     try:
         resume(folder)
     except FedstillError:
         return ""
     except Exception as error:
         return f"not a named error: {on_one_line(error)}"
-    return "" if evidence_of(folder) == want else "the resumed run has other bits"
-
-
-def evidence_of(folder: Path) -> tuple[str, list[Any]]:
-    """What two runs with the same bits have alike: the final model's SHA-256, and the journal
-    without times.
-    """
-    events = [
-        without_times(e) for e in read_journal(folder / "journal.jsonl") if e["event"] != "resumed"
-    ]
-    return digest((folder / "model.safetensors").read_bytes()), events
+    return problem_unless(evidence_of(folder) == evidence, OTHER_BITS)

@@ -1,4 +1,4 @@
-"""What a row of the scorecard is, and what measuring it gave."""
+"""Rows of the scorecard, and the outcome of their trials."""
 
 from __future__ import annotations
 
@@ -13,32 +13,39 @@ from typing import Any
 from fedstill.config.experiment import Experiment
 
 STEADY = ("fedavg", "fedntd", "scaffold", "feddyn", "moon", "fedseq", "fedadkd", "fedrep")
-"""Methods that rows with one round or run a method take in turn: with and without memory, parallel
-and in a chain.
+"""Methods for rows whose trials are rounds or runs of methods in turn: with and without memory,
+parallel and sequential.
 """
 
 
 @dataclass(frozen=True)
 class Trials:
-    """How many trials there were, how many passed, and what is said: of those that failed, or
+    """The number of trials, the number that passed, and remarks: problems of trials that failed, or
     results.
     """
 
     trials: int
     passed: int
-    says: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @staticmethod
     def of(problems: Mapping[str, str]) -> Trials:
-        """The outcome of trials by name, each with what was wrong; empty where nothing was."""
-        bad = [f"{name}: {why}" for name, why in problems.items() if why]
-        return Trials(len(problems), len(problems) - len(bad), tuple(bad))
+        """The outcome of trials by name, each with its problem; an empty text if it passed."""
+        remarks = [f"{name}: {problem}" for name, problem in problems.items() if problem]
+        return Trials(len(problems), len(problems) - len(remarks), tuple(remarks))
 
 
-@dataclass(frozen=True)
+def problem_unless(holds: bool, problem: str) -> str:
+    """The problem of a trial; empty if the promise holds."""
+    if holds:
+        return ""
+    return problem
+
+
+@dataclass(frozen=True, kw_only=True)
 class PromiseRow:
-    """A row: its id and promise, what a trial is, the probe, and how many trials are asked of it,
-    quick and whole.
+    """A row: its id and promise, a description of a trial, the function that carries trials out,
+    and the numbers of trials with and without ``--quick``.
     """
 
     id: str
@@ -46,7 +53,7 @@ class PromiseRow:
     trial: str
     probe: Callable[[int], Trials]
     quick: int
-    whole: int
+    complete: int
 
 
 def small_run(method: str, **changes: Any) -> Experiment:
@@ -67,14 +74,14 @@ def small_run(method: str, **changes: Any) -> Experiment:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder that is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="fedstill-scorecard-") as place:
-        yield Path(place)
+    """A temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="fedstill-scorecard-") as folder:
+        yield Path(folder)
 
 
 @contextmanager
 def without_log() -> Iterator[None]:
-    """What is wrong on purpose is not logged."""
+    """Errors and warnings, which trials cause on purpose, are not logged."""
     logger = logging.getLogger("fedstill")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

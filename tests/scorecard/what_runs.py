@@ -1,4 +1,4 @@
-"""Rows on code: no file that is read can run any, and none crosses the wire."""
+"""Rows on code: no file that is read can run code, and no code is sent over the network."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fedstill.core.records import Payload, Stage
 from fedstill.flower.deployment.folder import CODE, PYPROJECT, TRIAL, require_own_app
 from fedstill.running.preparation import prepare, read_data
 from fedstill.version import VERSION
-from scorecard.trials import Trials, scratch, small_run
+from scorecard.trials import Trials, problem_unless, scratch, small_run
 
 CODE_IN_FILES = re.compile(
     r"\b(pickle|cPickle|dill|cloudpickle|joblib|marshal|shelve)\b"
     r"|(?<!safetensors\.)torch\.(load|save)\(|yaml\.load\(|(?<![\w.])(eval|exec)\(|allow_pickle=True"
 )
 NAMED_ONLY = "never a pickle"
-"""What a line of source says that only speaks of them."""
+"""Words in a line of source that names such a function but does not use it."""
 
 WATCHED = """
 import sys
@@ -49,33 +49,36 @@ print("met:", met)
 
 
 def unpickled(trials: int) -> Trials:
-    """Each trial: a module that may not name what runs code from files; and a run that is watched,
-    made and resumed.
+    """Each trial: a module must not name a function that runs code from files; or a run and its
+    resume are watched.
     """
+    problems = dict[str, str]()
     package = Path(fedstill.__file__).parent
     modules = sorted(package.rglob("*.py"))
-    problems = {str(path.relative_to(package)): _names_it(path) for path in modules[: trials - 1]}
+    for path in modules[: trials - 1]:
+        problems[str(path.relative_to(package))] = _forbidden_line(path)
+
     with scratch() as place:
         command = [sys.executable, "-c", WATCHED, str(place / "run")]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    clean = done.returncode == 0 and done.stdout.strip().endswith("met: []")
-    problems["a run, resumed and reported"] = (
-        "" if clean else (done.stdout + done.stderr).strip()[-200:]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+    unpickles_nothing = process.returncode == 0 and process.stdout.strip().endswith("met: []")
+    output = process.stdout + process.stderr
+    problems["a run, resumed and reported"] = problem_unless(
+        unpickles_nothing, output.strip()[-200:]
     )
     return Trials.of(problems)
 
 
-def _names_it(path: Path) -> str:
-    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-    met = [
-        n
-        for n, line in lines
-        if CODE_IN_FILES.search(line.partition("#")[0]) and NAMED_ONLY not in line
-    ]
-    return f"line {met[0]}" if met else ""
+def _forbidden_line(path: Path) -> str:
+    """The first line of a module that names such a function; empty if there is none."""
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        code = line.partition("#")[0]
+        if CODE_IN_FILES.search(code) and NAMED_ONLY not in line:
+            return f"line {number}"
+    return ""
 
 
-OWN = """
+CODE_OF_SERVER = """
 from dataclasses import dataclass
 from fedstill.methods.fedavg import FedAvg
 open({marker!r}, "w").close()
@@ -86,77 +89,83 @@ class Mine(FedAvg):
 
 
 def foreign_code(trials: int) -> Trials:
-    """Each trial: a request or an app that brings or names code, or is none of the run's; a site
-    refuses it.
+    """Each trial: a site refuses a request or an app that contains or names code, or that does not
+    belong to the run.
     """
     if importlib.util.find_spec("flwr") is None:
         return Trials(0, 0, ("needs Flower: pip install 'fedstill[flower]'",))
+    problems = dict[str, str]()
     with scratch() as place:
-        asked = {**_requests(place), **_apps()}
-        problems = {name: what() for name, what in list(asked.items())[:trials]}
+        probes = {**_requests(place), **_apps()}
+        for name in list(probes)[:trials]:
+            problems[name] = probes[name]()
         if (place / "ran").exists():
             problems["code of a server's"] = "it was executed"
     return Trials.of(problems)
 
 
 def _requests(place: Path) -> dict[str, Callable[[], str]]:
-    """What a server may ask of a site that lists no code, by name; each gives what is wrong with
-    the answer.
+    """Requests of a server to a site that allows no code, by name. Each returns the problem of the
+    site's answer.
     """
     from fedstill.flower.messages import Request
     from fedstill.flower.site import StageExecutor
     from fedstill.flower.site_settings import Site
 
     settings = resolve(small_run("fedavg", engine="flower"))
-    ready, data = prepare(settings), read_data(settings)
-    everyone = tuple(range(settings.clients))
-    stage, down = Stage(1, 0, "train", everyone), Payload(params=ready.world.initial(0))
-    good = Request(
-        VERSION, settings.toml, digest(settings.toml.encode()), "run1", 0, stage, payload=down
+    data = read_data(settings)
+    params = prepare(settings).world.initial(0)
+    clients = tuple(range(settings.clients))
+    valid = Request(
+        version=VERSION,
+        config=settings.toml,
+        sha=digest(settings.toml.encode()),
+        run="run1",
+        client=0,
+        stage=Stage(1, 0, "train", clients),
+        payload=Payload(params=params),
     )
-    (place / "mine.py").write_text(OWN.format(marker=str(place / "ran")), encoding="utf-8")
+    code = CODE_OF_SERVER.format(marker=str(place / "ran"))
+    (place / "mine.py").write_text(code, encoding="utf-8")
 
-    def put(old: str, new: str) -> Request:
-        text = good.config.replace(old, new, 1)
-        return replace(good, config=text, sha=digest(text.encode()))
+    def with_config(old: str, new: str) -> Request:
+        config = valid.config.replace(old, new, 1)
+        return replace(valid, config=config, sha=digest(config.encode()))
 
-    asked = {
-        "another version": replace(good, version="9.9"),
-        "another hash": replace(good, sha="0" * 64),
-        "a file of the server's": put('name = "fedavg"', f'name = "{place / "mine.py"}:Mine"'),
-        "an import path": put('name = "fedavg"', 'name = "os:system"'),
-        "a method that is unknown": put('name = "fedavg"', 'name = "fedspy"'),
-        "a key that is unknown": put("rounds = 2", "rounds = 2\nspy = true"),
-        "a stage of no schedule": replace(good, stage=Stage(1, 0, "spy", everyone)),
-        "labels that nobody needs": replace(good, stage=Stage(0, 0, "census", everyone)),
+    def with_method(name: str) -> Request:
+        return with_config('name = "fedavg"', f'name = "{name}"')
+
+    requests = {
+        "another version": replace(valid, version="9.9"),
+        "another hash": replace(valid, sha="0" * 64),
+        "a file of the server's": with_method(f"{place / 'mine.py'}:Mine"),
+        "an import path": with_method("os:system"),
+        "a method that is unknown": with_method("fedspy"),
+        "a key that is unknown": with_config("rounds = 2", "rounds = 2\nspy = true"),
+        "a stage of no schedule": replace(valid, stage=Stage(1, 0, "spy", clients)),
+        "labels that nobody needs": replace(valid, stage=Stage(0, 0, "census", clients)),
     }
 
-    def refused(name: str) -> str:
-        answer = StageExecutor(Site(0, place / name.replace(" ", "-")), data, shows_reasons=True)(
-            asked[name]
-        )
-        return (
-            ""
-            if answer.failure and not answer.content and not answer.examples
-            else "it was not refused"
-        )
+    def problem_of(name: str) -> str:
+        site = Site(0, place / name.replace(" ", "-"))
+        reply = StageExecutor(site, data, shows_reasons=True)(requests[name])
+        is_refused = bool(reply.failure) and not reply.content and not reply.examples
+        return problem_unless(is_refused, "it was not refused")
 
-    return {name: partial(refused, name) for name in asked}
+    return {name: partial(problem_of, name) for name in requests}
 
 
 def _apps() -> dict[str, Callable[[], str]]:
-    """Apps that are not fedstill's own, by name."""
+    """Apps that are not fedstill's app, by name. Each returns the problem if it is not refused."""
     project = PYPROJECT.format(version="1", config=TRIAL.format(clients=2)).encode()
-    plain: dict[str, bytes] = {"pyproject.toml": project, **CODE}
-    changed = {
-        "an app with a file more": {**plain, "fedstill_app/more.py": b"import os"},
-        "an app with other entry points": {
-            **plain,
-            "pyproject.toml": project.replace(b"fedstill_app.client_app:app", b"os:system"),
-        },
+    hostile_project = project.replace(b"fedstill_app.client_app:app", b"os:system")
+    app: dict[str, bytes] = {"pyproject.toml": project, **CODE}
+    apps = {
+        "an app with a file more": {**app, "fedstill_app/more.py": b"import os"},
+        "an app with other entry points": {**app, "pyproject.toml": hostile_project},
     }
 
-    def refused(files: Mapping[str, bytes]) -> str:
+    def problem_of(files: Mapping[str, bytes]) -> str:
         out = io.BytesIO()
         with zipfile.ZipFile(out, "w") as archive:
             for name, content in files.items():
@@ -167,4 +176,4 @@ def _apps() -> dict[str, Callable[[], str]]:
             return ""
         return "it was not refused"
 
-    return {name: partial(refused, files) for name, files in changed.items()}
+    return {name: partial(problem_of, files) for name, files in apps.items()}
