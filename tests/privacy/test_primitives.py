@@ -1,4 +1,4 @@
-"""What secure sums stand on: agreed keys, encrypted messages, masks and shares."""
+"""The primitives of secure sums: agreed keys, encrypted messages, masks and shares of secrets."""
 
 from __future__ import annotations
 
@@ -22,35 +22,36 @@ from fedstill.privacy.protocol import (
 )
 
 
-def test_two_agree_on_one_key_and_for_another_purpose_on_another() -> None:
-    one, other = os.urandom(32), os.urandom(32)
-    key = agreed_key(one, public_key(other), b"a sum")
-    assert key == agreed_key(other, public_key(one), b"a sum")
-    assert key != agreed_key(one, public_key(other), b"another")
-    assert key != agreed_key(os.urandom(32), public_key(other), b"a sum")
+def test_two_clients_agree_on_a_key_which_depends_on_its_purpose() -> None:
+    alice = os.urandom(32)
+    bob = os.urandom(32)
+    key = agreed_key(alice, public_key(bob), b"a sum")
+    assert key == agreed_key(bob, public_key(alice), b"a sum")
+    assert key != agreed_key(alice, public_key(bob), b"another")
+    assert key != agreed_key(os.urandom(32), public_key(bob), b"a sum")
 
 
 def test_a_key_of_low_order_is_refused() -> None:
-    """With it every private key would agree on zeros."""
+    """With it, the agreed key of every private key would be zero."""
     with pytest.raises(BadPayload, match="public key"):
         agreed_key(os.urandom(32), bytes(32), b"a sum")
 
 
-def test_what_is_sealed_is_read_by_its_key_alone_and_as_it_was() -> None:
-    key, message = os.urandom(32), encrypted(os.urandom(32), b"text", b"about")
+def test_only_an_unaltered_message_is_decrypted_and_only_with_its_key_and_context() -> None:
+    key = os.urandom(32)
     message = encrypted(key, b"text", b"about")
     assert decrypted(key, message, b"about") == b"text"
+
     altered = bytes([message[0] ^ 1]) + message[1:]
-    for wrong in (
-        (os.urandom(32), message, b"about"),
-        (key, altered, b"about"),
-        (key, message, b"another"),
-    ):
-        with pytest.raises(BadPayload, match="altered"):
-            decrypted(*wrong)
+    with pytest.raises(BadPayload, match="altered"):
+        decrypted(os.urandom(32), message, b"about")
+    with pytest.raises(BadPayload, match="altered"):
+        decrypted(key, altered, b"about")
+    with pytest.raises(BadPayload, match="altered"):
+        decrypted(key, message, b"another")
 
 
-def test_a_mask_is_the_same_for_the_same_secret_and_purpose_alone() -> None:
+def test_a_mask_is_determined_by_its_secret_and_its_purpose() -> None:
     secret = os.urandom(16)
     mask = mask_of(secret, 100, b"own")
     assert (mask == mask_of(secret, 100, b"own")).all()
@@ -60,13 +61,15 @@ def test_a_mask_is_the_same_for_the_same_secret_and_purpose_alone() -> None:
 
 
 @pytest.mark.parametrize("length", [16, 32])
-def test_any_shares_of_the_threshold_give_the_secret_and_fewer_do_not(length: int) -> None:
+def test_as_many_shares_as_the_threshold_reconstruct_the_secret_and_fewer_do_not(
+    length: int,
+) -> None:
     secret = os.urandom(length)
     shares = dict(enumerate(secret_shares(secret, 3, 5), 1))
-    for some in itertools.combinations(shares, 3):
-        assert reconstructed({n: shares[n] for n in some}) == secret
-    for few in itertools.combinations(shares, 2):
-        assert reconstructed({n: shares[n] for n in few}) != secret
+    for numbers in itertools.combinations(shares, 3):
+        assert reconstructed({number: shares[number] for number in numbers}) == secret
+    for numbers in itertools.combinations(shares, 2):
+        assert reconstructed({number: shares[number] for number in numbers}) != secret
 
 
 def test_shares_of_different_length_are_refused() -> None:
