@@ -8,7 +8,7 @@ from plain import Params, drive, ready_for
 
 from fedstill.running.preparation import Prepared
 
-PLAN = {"epochs": 3, "batch": 10, "lr": 0.02, "weight_decay": 4e-3, "patience": 2}
+PLAN = {"epochs": 2, "batch": 10, "lr": 0.02, "weight_decay": 4e-3, "patience": 2}
 FIT_EPOCHS = 6
 VALIDATION = 0.2
 """The share of its examples that a client holds out while it trains alone."""

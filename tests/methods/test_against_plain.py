@@ -135,7 +135,7 @@ def test_two_rounds_are_those_of_a_plain_implementation(
     assert_same_model(drive(ready).params, two_rounds(Federation(ready), objective))
 
 
-def test_what_is_compared_here_is_what_a_run_does(tmp_path: Path) -> None:
+def test_driven_rounds_give_the_model_of_a_run(tmp_path: Path) -> None:
     """In float32, to the bit: the other tests drive the rounds by themselves, in float64."""
     toy = experiment("fedntd")
 
@@ -191,7 +191,7 @@ def test_a_method_at_its_edge_is_another(at_its_edge: dict[str, object], equival
     assert_same_model(run_of(at_its_edge).params, run_of(equivalent).params)
 
 
-def test_one_client_is_plain_training() -> None:
+def test_a_federation_of_one_client_is_plain_training() -> None:
     """Averaging one client's model changes nothing: without momentum the run is one run of SGD."""
     ready = ready_for(
         "fedavg",

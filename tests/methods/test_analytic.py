@@ -62,7 +62,7 @@ def ridge_head(features: np.ndarray, labels: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("width", [0, 24])
-def test_the_layer_after_all_tasks_is_that_of_all_data_at_once(width: int) -> None:
+def test_the_layer_after_all_tasks_is_the_ridge_solution_of_all_data(width: int) -> None:
     method = {**ANALYTIC, "width": width, "cosine": False}
 
     ours = run_over_tasks(method, **SIX_CLIENTS)
@@ -83,7 +83,9 @@ def test_the_layer_after_all_tasks_is_that_of_all_data_at_once(width: int) -> No
     ],
     ids=["split", "clients", "order", "kept", "chain"],
 )
-def test_neither_split_nor_order_of_tasks_or_clients_changes_it(changes: dict[str, Any]) -> None:
+def test_the_layer_depends_neither_on_the_split_nor_on_the_order_of_tasks_or_clients(
+    changes: dict[str, Any],
+) -> None:
     """Of an untrained body, which is the same in all."""
     expected = run_over_tasks(ANALYTIC, **SIX_CLIENTS, **UNTRAINED).final
 
@@ -101,7 +103,7 @@ def test_without_random_features_and_training_it_is_afl() -> None:
     assert_same_model(only(ours.final.params, afl.final.params), afl.final.params)
 
 
-def test_by_the_cosine_each_class_has_a_column_of_length_one() -> None:
+def test_cosine_scales_the_column_of_each_class_to_length_one() -> None:
     """The column and its bias."""
 
     def columns(cosine: bool) -> Tensor:
@@ -129,7 +131,7 @@ def test_the_network_is_trained_in_the_first_task_and_then_frozen(tmp_path: Path
             assert ("idle" in event) == (event["round"] > 1)
 
 
-def test_classes_that_have_not_come_have_no_column() -> None:
+def test_classes_of_later_tasks_have_columns_of_zeros() -> None:
     ours = run_over_tasks({"name": "analytic", "width": 24}, **SIX_CLIENTS)
 
     to_come = sorted(set(range(toys.CLASSES)) - set(ours.ready.world.stream.seen(0)))
@@ -147,7 +149,7 @@ def test_a_network_without_a_linear_head_is_refused() -> None:
 # Groups of examples, whose sums hide single ones.
 
 
-def test_groups_of_one_give_the_exact_layer_and_few_groups_one_that_is_near_on_average() -> None:
+def test_groups_of_one_example_give_the_exact_layer() -> None:
     method = {"name": "analytic", "width": 6, "ridge": RIDGE, "cosine": False}
 
     exact = run_over_tasks(method, **SIX_CLIENTS).final
@@ -160,7 +162,7 @@ def test_groups_of_one_give_the_exact_layer_and_few_groups_one_that_is_near_on_a
         )
 
 
-def test_the_estimate_is_right_on_average_over_random_groups() -> None:
+def test_the_estimate_from_groups_is_unbiased() -> None:
     """Within four standard errors."""
     draw = torch.Generator().manual_seed(0)
     features = torch.randn(12, 3, generator=draw, dtype=torch.float64) + 1
@@ -179,7 +181,7 @@ def test_the_estimate_is_right_on_average_over_random_groups() -> None:
     assert float(errors.max()) < 4
 
 
-def test_groups_are_counted_once_and_need_tasks_of_their_own() -> None:
+def test_groups_are_counted_once_and_refuse_streams_that_repeat_examples() -> None:
     """Also where clients come to a task late."""
     late = {**SIX_CLIENTS, "stream": {**THREE_TASKS, "lag": 2}}
     method = {"name": "analytic", "width": 0}
@@ -194,7 +196,7 @@ def test_groups_are_counted_once_and_need_tasks_of_their_own() -> None:
         run_over_tasks({"name": "analytic", "groups": 5}, **with_past)
 
 
-def test_an_estimate_with_negative_eigenvalues_is_cut() -> None:
+def test_negative_eigenvalues_of_an_estimate_are_set_to_zero() -> None:
     """Its eigenvalues are 3 and -1."""
     estimate = torch.tensor([[1.0, 2.0], [2.0, 1.0]], dtype=torch.float64)
 

@@ -146,7 +146,7 @@ def test_sfedkd_sends_weights_of_teachers_and_not_their_labels(
     "name", ["feddyn", "feddc", "fedavgm", "fednova", "ccvr", "fedproto", "feddf"]
 )
 @STAGES_BEFORE
-def test_a_method_for_clients_side_by_side_is_refused_on_a_chain(name: str, first: str) -> None:
+def test_a_method_for_parallel_rounds_is_refused_on_a_chain(name: str, first: str) -> None:
     topology = {"kind": "sequential", "clients": 6, "first": first}
     settings = resolve(toys.toy(name, topology=topology, data={"public": toys.PUBLIC}))
 
@@ -158,7 +158,7 @@ def test_a_method_for_clients_side_by_side_is_refused_on_a_chain(name: str, firs
     ("name", "plan"), [("fedseq", PLAN), ("cwc", PLAN), ("metafed", {})], ids=str
 )
 @STAGES_BEFORE
-def test_a_method_for_chains_is_refused_side_by_side_and_taken_on_a_chain(
+def test_a_method_for_chains_is_accepted_on_a_chain_and_refused_in_parallel_rounds(
     name: str, plan: dict[str, object], first: str
 ) -> None:
     topology = {"kind": "sequential", "clients": 6, "first": first}
@@ -172,7 +172,7 @@ def test_a_method_for_chains_is_refused_side_by_side_and_taken_on_a_chain(
 
 
 @pytest.mark.parametrize("stages_around", [{}, {"first": "fit"}, {"last": "ridge"}])
-def test_cwcs_sliding_memory_is_of_as_many_omegas_as_a_chain_has_links(
+def test_cwcs_sliding_memory_holds_one_importance_for_each_link_of_a_chain(
     stages_around: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = WatchedRun(

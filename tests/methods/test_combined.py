@@ -106,7 +106,7 @@ def test_fedproto_with_networks_that_differ_over_flower(tmp_path: Path) -> None:
     assert len(set(read_run(tmp_path / "flower").networks)) == 2
 
 
-def test_fedlc_goes_through_tasks_that_come_one_after_another(tmp_path: Path) -> None:
+def test_fedlc_runs_over_a_stream_of_tasks(tmp_path: Path) -> None:
     toy = toys.toy("fedlc", stream={"kind": "classes", "tasks": 2}, rounds=4, measure=())
 
     result = fedstill.run(toy, tmp_path / "run", data=toys.blobs())

@@ -9,33 +9,35 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from plain import toy_slim
+from all_methods import (
+    METHODS,
+    ON_A_CHAIN_ONLY,
+    SHORT_PLAN_OF_SLIM,
+    built,
+    needs,
+    network_for,
+)
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.core import registry
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import IncompatibleMethod
 from fedstill.running.runner import resume, run
 from run_bits import assert_same_bits, bits, stopped
 
-METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
-TOPOLOGIES = ["parallel", "sequential", "public_logits", "peer_to_peer"]
+TOPOLOGIES = ("parallel", "sequential", "public_logits", "peer_to_peer")
 
-OTHERS = [
-    (name, topology)
-    for name in METHODS
+ON_OTHER_TOPOLOGIES = [
+    pytest.param(name, topology, id=f"{name}-{topology}")
     for topology in TOPOLOGIES
-    if topology != registry.lookup("method", name).build().topology
+    for name in METHODS
+    if topology != built(name).topology
 ]
 
-ON_A_CHAIN_ONLY = {"fedseq", "cwc", "metafed"}
-ON_ITS_OWN_ONLY = {
-    n
-    for n in METHODS
-    if registry.lookup("method", n).build().topology in ("peer_to_peer", "public_logits")
+ON_THEIR_TOPOLOGY_ONLY = {
+    name for name in METHODS if built(name).topology in ("peer_to_peer", "public_logits")
 }
-SIDE_BY_SIDE_ONLY = {
+IN_PARALLEL_ONLY = {
     "feddf",
     "fedbe",
     "fedavgm",
@@ -46,64 +48,73 @@ SIDE_BY_SIDE_ONLY = {
     "fedrep",
     "ditto",
     "feddbe",
+    "fd",
+    "fedproto",
+    "fedtgp",
+    "ccvr",
+    "fedgen",
 }
-SIDE_BY_SIDE_ONLY |= {"fd", "fedproto", "fedtgp", "ccvr", "fedgen"}
 REFUSED = {
-    "parallel": ON_A_CHAIN_ONLY | ON_ITS_OWN_ONLY,
-    "sequential": SIDE_BY_SIDE_ONLY | ON_ITS_OWN_ONLY,
+    "parallel": ON_A_CHAIN_ONLY | ON_THEIR_TOPOLOGY_ONLY,
+    "sequential": IN_PARALLEL_ONLY | ON_THEIR_TOPOLOGY_ONLY,
+    "public_logits": set(METHODS),
+    "peer_to_peer": set(METHODS),
 }
-"""The table of the documents: which methods do not run side by side, and which not on a chain."""
+"""The table of the documents: which methods do not run in parallel rounds, and which not on a
+chain. On the other two, only methods that were made for them run.
+"""
 
 
 def experiment(method: object, topology: str) -> Experiment:
-    name = method["name"] if isinstance(method, dict) else method
-    needs = registry.lookup("method", str(name)).build().requires()
-    slim = (
-        {"model": toy_slim.__name__, "plan": {"epochs": 1, "batch": 20}}
-        if Need.SLIM in needs
-        else {}
-    )
-    slim |= {"model": toys.on_simplex()} if Need.ETF in needs else {}
-    slim |= {"model": toys.two_networks()} if Need.PAIR in needs else {}
-    size = {} if topology == "peer_to_peer" else {"sampled": 3}
-    public = (
-        {"data": {"public": toys.PUBLIC}}
-        if Need.PUBLIC_DATA in needs or topology == "public_logits"
-        else {}
-    )
-    asked = {"query": {"draw": "single", "fewer_than": 5}} if Need.QUERIES in needs else {}
-    changes = {
-        "rounds": 1 if topology == "peer_to_peer" else 2,
+    """Five clients, and what the method and the topology need."""
+    name = str(method)
+    if isinstance(method, dict):
+        name = method["name"]
+    values = {
+        "rounds": 2,
         "measure": (),
-        "topology": {"kind": topology, "clients": 5, **size},
+        "topology": {"kind": topology, "clients": 5, "sampled": 3},
         "plan": {"epochs": 1, "batch": 20, "lr": 0.02},
+        **network_for(name),
     }
-    return toys.toy(method, **{**changes, **slim, **public, **asked})
+    if topology == "peer_to_peer":
+        values["rounds"] = 1
+        values["topology"] = {"kind": topology, "clients": 5}
+    if needs(name, Need.SLIM):
+        values["plan"] = SHORT_PLAN_OF_SLIM
+    if needs(name, Need.PUBLIC_DATA) or topology == "public_logits":
+        values["data"] = {"public": toys.PUBLIC}
+    if needs(name, Need.QUERIES):
+        values["query"] = {"draw": "single", "fewer_than": 5}
+    return toys.toy(method, **values)
 
 
-@pytest.mark.parametrize(("name", "topology"), OTHERS)
+@pytest.mark.parametrize(("name", "topology"), ON_OTHER_TOPOLOGIES)
 def test_it_runs_and_resumes_to_the_same_bits_or_is_refused_by_name(
     name: str, topology: str, tmp_path: Path
 ) -> None:
     toy = experiment(name, topology)
-    try:
-        run(toy, tmp_path / "whole", data=toys.blobs())
-    except IncompatibleMethod as refusal:
-        text = str(refusal)
-        assert name in text
-        assert topology in text
-        assert "\n" not in text
-        assert not (tmp_path / "whole").exists(), "refused before anything is written"
-        assert name in REFUSED.get(topology, METHODS), text
+    uninterrupted = tmp_path / "uninterrupted"
+    if name in REFUSED[topology]:
+        with pytest.raises(IncompatibleMethod) as caught:
+            run(toy, uninterrupted, data=toys.blobs())
+        message = str(caught.value)
+        assert name in message
+        assert topology in message
+        assert "\n" not in message
+        assert not uninterrupted.exists(), "refused before anything is written"
         return
-    assert name not in REFUSED.get(topology, ())
-    parts = stopped(toy, tmp_path / "parts", stages=3 if topology == "sequential" else 1)
-    resume(parts, data=toys.blobs())
-    assert_same_bits(bits(parts), bits(tmp_path / "whole"))
+
+    run(toy, uninterrupted, data=toys.blobs())
+    stages = {"sequential": 3}.get(topology, 1)
+    resumed = stopped(toy, tmp_path / "resumed", stages)
+    resume(resumed, data=toys.blobs())
+
+    assert_same_bits(bits(resumed), bits(uninterrupted))
 
 
 @pytest.mark.parametrize(
-    ("method", "topology", "words"),
+    ("method", "topology", "reason"),
     [
         ("fednova", "sequential", "method fednova on topology sequential: .*method fedseq"),
         ("fedavgm", "sequential", "plan.momentum .* topology.kind"),
@@ -125,12 +136,12 @@ def test_it_runs_and_resumes_to_the_same_bits_or_is_refused_by_name(
         ("fedavg", "peer_to_peer", "stage 'refine' of topology peer_to_peer"),
     ],
 )
-def test_a_refusal_says_why(method: object, topology: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(IncompatibleMethod, match=words):
+def test_a_refusal_says_why(method: object, topology: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(IncompatibleMethod, match=reason):
         run(experiment(method, topology), tmp_path / "run", data=toys.blobs())
 
 
-def test_cwcs_gradient_of_the_loss_alone_cannot_be_told_under_clipping() -> None:
+def test_cwc_refuses_lseg_together_with_clipped_gradients() -> None:
     toy = toys.toy({"name": "cwc", "lseg": True}, plan={"clip_norm": 1.0})
     with pytest.raises(IncompatibleMethod, match=r"plan\.clip_norm = 0"):
         run(toy, None, data=toys.blobs())

@@ -113,7 +113,7 @@ def test_fisher_information_is_that_of_all_examples_and_adds_up_over_tasks(clien
     assert torch.equal(fishers[2]["head.bias"], fishers[1]["head.bias"])
 
 
-def test_no_more_examples_are_looked_at_than_asked_for() -> None:
+def test_the_information_is_measured_on_no_more_examples_than_configured() -> None:
     """One example of each client: its own squared gradient, by its probability."""
     run = run_logistic({"name": "fedewc", "samples": 1}, topology={"clients": 1})
 
@@ -163,7 +163,7 @@ def test_at_the_anchor_there_is_neither_penalty_nor_gradient() -> None:
     assert params["w"].grad.tolist() == [0.0, 0.0]
 
 
-def test_the_penalty_of_published_codes_is_finetuning_to_the_bit_and_this_one_is_not(
+def test_the_penalty_of_published_codes_has_no_effect_and_this_one_has(
     tmp_path: Path,
 ) -> None:
     """Whatever its weight: what is taken at the received model has no gradient at the trained
@@ -177,7 +177,7 @@ def test_the_penalty_of_published_codes_is_finetuning_to_the_bit_and_this_one_is
     assert model_hash(tmp_path / "fedewc", fedewc, stream=STREAM) != fedavg
 
 
-def test_a_firm_pull_keeps_the_model_near_the_last_tasks() -> None:
+def test_a_large_weight_keeps_the_model_near_that_of_the_last_task() -> None:
     """By the measure of its Fisher information, which both runs share: their first task is the
     same.
     """

@@ -44,7 +44,7 @@ def no_directions(inputs: int) -> Tensor:
     return torch.zeros(inputs, 0, dtype=torch.float64)
 
 
-def test_what_enters_layers_is_what_their_weights_are_multiplied_with() -> None:
+def test_input_products_are_those_of_what_a_layers_weights_are_multiplied_with() -> None:
     """A layer's outputs from the weights and the inputs' products: the sum of squares of W a is
     that of W S W^T.
     """
@@ -97,7 +97,7 @@ def test_the_directions_are_those_of_the_inputs_outside_of_what_is_kept() -> Non
         np.testing.assert_allclose(directions @ directions.T, expected @ expected.T, atol=NEAR)
 
 
-def test_all_inputs_are_kept_where_that_is_asked_for_and_no_more() -> None:
+def test_keeping_everything_spans_the_inputs_and_nothing_else() -> None:
     """The same inputs again add no direction, and no inputs have none."""
     inputs = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     products = inputs @ inputs.T
@@ -110,7 +110,8 @@ def test_all_inputs_are_kept_where_that_is_asked_for_and_no_more() -> None:
     assert with_directions(no_directions(6), torch.zeros_like(products), 0.98).shape == (6, 0)
 
 
-def test_a_change_is_kept_orthogonal_and_answers_along_the_basis_stay() -> None:
+def test_a_projected_change_is_orthogonal_to_the_basis() -> None:
+    """So answers to inputs along the basis stay."""
     draw = torch.Generator().manual_seed(2)
     old = torch.randn(4, 2, 3, 3, generator=draw)
     new = torch.randn(4, 2, 3, 3, generator=draw)
@@ -152,7 +153,7 @@ def test_in_a_run_no_layer_of_the_body_moves_along_its_kept_directions() -> None
     assert same_bits(after_third.extra.tensors("basis"), next_bases), "no task follows"
 
 
-def test_with_nothing_kept_it_is_fedavg(tmp_path: Path) -> None:
+def test_without_kept_directions_it_is_fedavg(tmp_path: Path) -> None:
     def hash_of(method: dict[str, Any]) -> str:
         return model_hash(tmp_path / str(method), method, stream=STREAM)
 
@@ -222,7 +223,7 @@ def warning_of(data: Dataset, **changes: Any) -> str:
     return ready.settings.method.setting_warnings(ready.world)
 
 
-def test_what_of_the_body_is_not_protected_is_said() -> None:
+def test_a_warning_names_unprotected_entries_of_the_body() -> None:
     """Of the toy images' network all is protected."""
     stream = {"kind": "classes", "tasks": 3}
     bag = {"name": "bag", "hidden": (4,)}
@@ -238,7 +239,7 @@ def test_what_of_the_body_is_not_protected_is_said() -> None:
     assert warning_of(toys.blobs(), stream=STREAM) == ""
 
 
-def test_a_share_of_nothing_keeps_no_direction_however_sums_are_rounded() -> None:
+def test_a_share_of_zero_keeps_no_direction_however_sums_are_rounded() -> None:
     for seed in range(200):
         draw = torch.Generator().manual_seed(seed)
         inputs = torch.rand(30, 20, generator=draw, dtype=torch.float64)

@@ -107,8 +107,8 @@ def test_clients_keep_examples_and_get_the_old_model_from_the_second_task_on(
     run(experiment, tmp_path / "run", toys.blobs())
 
     events = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "client"]
-    kept = [e["kept"] for e in events if e["name"] == "remember" and "kept" in e]
-    assert kept == [9] * 12
+    numbers = [e["kept"] for e in events if e["name"] == "remember" and "kept" in e]
+    assert numbers == [9] * 12
     training = [event for event in events if event["name"] == "train"]
     rounds_with_teacher = {e["round"] for e in training if e.get("teachers") == ["old"]}
     assert rounds_with_teacher == {2, 3}

@@ -6,76 +6,97 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import plain
 import pytest
+from all_methods import METHODS, needs, network_for
 
 import toys
-from fedstill.core import registry
+from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError
 from fedstill.running.runner import run
 
-METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
-TRAIN, FIT = ("train",), ("fit",)
-ASKED, REFINED = (*FIT, "transfer"), (*FIT, "transfer", "refine")
-BY_LOGITS = {
-    "dsfl": "local",
-    "fedmd": "transfer",
-    **dict.fromkeys(
-        ("hiper_baseline", "hiper_fedkd", "hiper_standardised", "hiper_temperature"), "local"
-    ),
-}
-"""Methods whose clients send logits, and the stage in which they do; they are attacked through what
-planted images would have given.
-"""
-STAGES = {
-    "ft_fedavg": (*TRAIN, "finetune"),
-    **dict.fromkeys(("aver", "camkd", "cwc", "ebkd", "fedseq", "metafed", "sfedkd"), 4 * TRAIN),
-    **dict.fromkeys(("ensemble", "fedavg_once", "local_only", "pfnm"), FIT),
-    **dict.fromkeys(("clue", "naive_kd"), ASKED),
-    **dict.fromkeys(("qkt", "qkt_light", "qkt_light_volunteer", "qkt_var_e"), REFINED),
-    "qkt_light_server": (*FIT, "refine"),
-    **{name: (stage,) for name, stage in BY_LOGITS.items()},
-}
-"""The stages of a round in which clients' uploads are attacked, where they are not the one stage
-``train``.
-"""
-SEND_A_PART = {
-    **dict.fromkeys(("fedbabu", "fedrep", "fedrod", "fml", "lg_fedavg"), "shared"),
+SENDS_NO_MODEL = {
+    "fedbabu": "shared",
+    "fedrep": "shared",
+    "fedrod": "shared",
+    "fml": "shared",
+    "lg_fedavg": "shared",
     "feddbe": "mean, shared",
     "afl": "cross, gram",
-    **dict.fromkeys(("fd", "fedproto", "fedtgp"), "counts, means"),
+    "fd": "counts, means",
+    "fedproto": "counts, means",
+    "fedtgp": "counts, means",
 }
-"""What these send is no model that could be asked about an image: the measure is refused, in one
-line.
+"""What these send could not be asked about an image: the measure is refused, in one line."""
+
+ATTACKED_STAGES = {
+    "ft_fedavg": ["train", "finetune"],
+    # Every link of a chain is a stage.
+    "aver": ["train"] * 4,
+    "camkd": ["train"] * 4,
+    "cwc": ["train"] * 4,
+    "ebkd": ["train"] * 4,
+    "fedseq": ["train"] * 4,
+    "metafed": ["train"] * 4,
+    "sfedkd": ["train"] * 4,
+    "ensemble": ["fit"],
+    "fedavg_once": ["fit"],
+    "local_only": ["fit"],
+    "pfnm": ["fit"],
+    "clue": ["fit", "transfer"],
+    "naive_kd": ["fit", "transfer"],
+    "qkt": ["fit", "transfer", "refine"],
+    "qkt_light": ["fit", "transfer", "refine"],
+    "qkt_light_volunteer": ["fit", "transfer", "refine"],
+    "qkt_var_e": ["fit", "transfer", "refine"],
+    "qkt_light_server": ["fit", "refine"],
+    # Clients send logits: they are attacked through what planted images would have given.
+    "dsfl": ["local"],
+    "fedmd": ["transfer"],
+    "hiper_baseline": ["local"],
+    "hiper_fedkd": ["local"],
+    "hiper_standardised": ["local"],
+    "hiper_temperature": ["local"],
+}
+"""The stages of a round in which what clients send is attacked, where it is not the one stage
+``train``.
 """
-NO_SERVER_MODEL = {name for name, stages in STAGES.items() if "fit" in stages} - {
-    "fedavg_once",
-    "pfnm",
-}
+
+HAS_SERVER_MODEL = {"fedavg_once", "pfnm"}
+"""Methods whose clients first fit alone, and whose server then has a model."""
 
 
-@pytest.mark.parametrize("name", SEND_A_PART)
-def test_a_part_of_a_model_is_not_attacked_and_the_refusal_says_so(name: str) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=f"clients of method {name} send neither models nor logits but {SEND_A_PART[name]}",
-    ):
-        run(toys.toy(name, measure=("leakage",), **toys.suited(name)), None, toys.blobs())
+@pytest.mark.parametrize("name", SENDS_NO_MODEL)
+def test_a_method_that_sends_parts_of_models_is_refused_with_their_names(name: str) -> None:
+    toy = toys.toy(name, measure=("leakage",), **toys.suited(name))
+    groups = SENDS_NO_MODEL[name]
+    message = f"clients of method {name} send neither models nor logits but {groups}"
+    with pytest.raises(ConfigError, match=message):
+        run(toy, None, toys.blobs())
 
 
-@pytest.mark.parametrize("name", [n for n in METHODS if n not in SEND_A_PART])
-def test_every_method_that_there_is_can_be_attacked(name: str, tmp_path: Path) -> None:
-    slim = {"model": plain.toy_slim.__name__} if name == "fedalign" else {}
-    few = {**toys.suited(name), "rounds": 1, "plan": {"epochs": 1, "batch": 20, "lr": 0.05}, **slim}
-    events = run(
-        toys.toy(name, measure=("leakage",), **few), tmp_path / "run", toys.blobs()
-    ).measures
-    attacked = [e for e in events if "seen" in e]
-    assert tuple(e["name"] for e in attacked) == STAGES.get(name, TRAIN)
-    for event in attacked:
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in SENDS_NO_MODEL])
+def test_every_other_method_is_attacked_in_each_stage_that_sends_a_model(
+    name: str, tmp_path: Path
+) -> None:
+    """The likelihood ratio needs three other clients, and more."""
+    values = {
+        **toys.suited(name),
+        "measure": ("leakage",),
+        "rounds": 1,
+        "plan": {"epochs": 1, "batch": 20, "lr": 0.05},
+    }
+    if needs(name, Need.SLIM):
+        values |= network_for(name)
+
+    events = run(toys.toy(name, **values), tmp_path / "run", toys.blobs()).measures
+
+    attacks = [event for event in events if "seen" in event]
+    stages = ATTACKED_STAGES.get(name, ["train"])
+    assert [event["name"] for event in attacks] == stages
+    for event in attacks:
         assert event["members"] > 0
         assert 0 <= event["seen"]["loss"]["auc"] <= 1
-        assert ("likelihood_ratio" in event["seen"]) == (len(event["clients"]) > 3), (
-            "three others, and more"
-        )
-    assert ("global" in events[-1]) == (name not in NO_SERVER_MODEL)
+        has_ratio = "likelihood_ratio" in event["seen"]
+        assert has_ratio == (len(event["clients"]) > 3)
+    has_server_model = "fit" not in stages or name in HAS_SERVER_MODEL
+    assert ("global" in events[-1]) == has_server_model

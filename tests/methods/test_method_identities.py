@@ -77,7 +77,7 @@ def test_a_method_at_its_edge_is_another(
     ],
     ids=str,
 )
-def test_the_first_round_is_another_methods(method: object, equivalent: object) -> None:
+def test_the_first_round_is_that_of_another_method(method: object, equivalent: object) -> None:
     """And the second is not."""
     ours = run_of(method).states
     expected = run_of(equivalent).states
@@ -270,7 +270,7 @@ def sent_groups(ready: Prepared, stage: Stage) -> set[str]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_only_a_method_that_sends_its_model_and_no_more_may_be_summed_in_secret(name: str) -> None:
+def test_only_a_method_that_sends_nothing_but_its_model_permits_secure_sums(name: str) -> None:
     """And only one that sends logits may have noise on them."""
     model = "logistic"
     if needs(name, Need.SLIM):
@@ -308,7 +308,7 @@ def first_stage(ready: Prepared) -> FirstStage:
     return FirstStage(stage, method.work(stage), payloads)
 
 
-def test_a_lie_about_the_gini_index_cannot_leave_its_range() -> None:
+def test_a_reported_gini_index_is_clamped_to_its_range() -> None:
     ready = ready_for("fedadkd")
     method = ready.settings.method
     stage = ready.settings.schedule(1, ready.world)[0]

@@ -167,7 +167,7 @@ def test_no_step_waits_for_images_clipping_or_adam(
     assert waits_of(watches) == set()
 
 
-def test_the_watch_sees_what_waits() -> None:
+def test_the_watch_records_operations_that_wait() -> None:
     with Watch() as watch:
         values = torch.tensor([1.0, 2.0])
         values[values > 1].sum().item()

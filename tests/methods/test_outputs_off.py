@@ -5,99 +5,113 @@ in a task's training are not pushed by its objective, nor make it large.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_every_method import METHODS, experiment
+from all_methods import METHODS, built, four_clients_of, needs
 from torch import Tensor
 
 import toys
 from fedstill.config.resolve import resolve
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError
-from fedstill.core.registry import lookup
 from fedstill.engines.clients import Batch
 from fedstill.engines.loop import Training
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
 
 ORDER = [[0, 1, 4], [2, 3]]
-BEFORE = {"fedlwf", "replay", "glfc_local"}
-"""Methods that train outputs of earlier tasks on purpose, whatever the task's own are."""
-PULLED = {"ditto", "fedcurv", "feddc", "feddyn", "fedewc", "scaffold"}
+
+TRAINS_EARLIER_OUTPUTS = {"fedlwf", "replay", "glfc_local"}
+"""On purpose, whatever the outputs of the task are."""
+
+DRAWS_ALL_WEIGHTS = {"ditto", "fedcurv", "feddc", "feddyn", "fedewc", "scaffold"}
 """Methods that draw all weights towards others, whatever outputs say."""
+
 LARGE = 100.0
 
 
 @dataclass
 class FirstSteps:
-    """What the first step of each client on its own data was: terms, and the gradients of outputs
-    that are off.
-    """
+    """What the first step of each client on its data was, where some outputs take no part."""
 
-    terms: list[tuple[str, float]] = field(default_factory=list)
+    terms: list[float] = field(default_factory=list)
+    """The values of the objective's terms."""
     pushed: list[str] = field(default_factory=list)
+    """Entries in which such an output got a gradient."""
 
     def watching(self, step: Callable[[Any, Batch], None]) -> Callable[[Any, Batch], None]:
-        seen: set[int] = set()
-        alive: list[Training] = []  # so that no two have one id
+        """A step that records the first one of each training."""
+        seen_trainings: list[Training] = []
 
-        def watched(training: Any, batch: Batch) -> None:
-            on = training.clients.start.head
-            if on is None or id(training) in seen:
+        def watched_step(training: Training, batch: Batch) -> None:
+            takes_part = training.clients.start.head
+            is_seen = any(training is seen_training for seen_training in seen_trainings)
+            if takes_part is None or is_seen:
                 step(training, batch)
                 return
-            seen.add(id(training))
-            alive.append(training)
-            add = training.sums.add
 
-            def noted(terms: dict[str, Tensor], b: Batch) -> None:
-                self.terms.extend((k, float(v.detach())) for k, v in terms.items())
-                add(terms, b)
-
-            training.sums.add = noted
+            seen_trainings.append(training)
+            self._record_terms(training)
             step(training, batch)
-            for name, leaf in training.leaves.items():
-                if leaf.dim() and leaf.shape[0] == toys.CLASSES and leaf.grad is not None:
-                    self.pushed += [name] if leaf.grad[~on].any() else []
+            self._record_pushed(training, ~takes_part)
 
-        return watched
+        return watched_step
+
+    def _record_terms(self, training: Training) -> None:
+        add = training.sums.add
+
+        def add_and_record(terms: Mapping[str, Tensor], batch: Batch) -> None:
+            self.terms.extend(float(value.detach()) for value in terms.values())
+            add(terms, batch)
+
+        training.sums.add = add_and_record  # type: ignore[method-assign]
+
+    def _record_pushed(self, training: Training, is_off: Tensor) -> None:
+        for name, leaf in training.leaves.items():
+            has_outputs = leaf.dim() > 0 and leaf.shape[0] == toys.CLASSES
+            if has_outputs and leaf.grad is not None and leaf.grad[is_off].any():
+                self.pushed.append(name)
 
 
-NAMES = [n for n in METHODS if Need.QUERIES not in lookup("method", n).build().requires()]
-FIELDS: list[tuple[str, dict[str, object]]] = [
-    ("fedrs", {"alpha": 0.0}),
-    ("fd", {"average_weights": True}),
+WITH_QUERIES = [name for name in METHODS if needs(name, Need.QUERIES)]
+CASES = [pytest.param(name, {}, id=name) for name in METHODS if name not in WITH_QUERIES]
+CASES += [
+    pytest.param("fedrs", {"alpha": 0.0}, id="fedrs without missing classes"),
+    pytest.param("fd", {"average_weights": True}, id="fd with weights"),
 ]
 
 
-@pytest.mark.parametrize(("name", "fields"), [*((n, {}) for n in NAMES), *FIELDS])
-def test_a_method_goes_through_two_tasks_and_outputs_that_are_off_get_no_gradient(
+@pytest.mark.parametrize(("name", "fields"), CASES)
+def test_over_two_tasks_outputs_that_take_no_part_get_no_gradient(
     name: str, fields: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first task they are those of classes still to come, as with ``seen``; then also those
     of before.
     """
-    first = FirstSteps()
-    monkeypatch.setattr(Training, "step", first.watching(Training.step))
-    base = experiment(name)
-    method = {**(base.method if isinstance(base.method, dict) else {"name": base.method}), **fields}
-    peers = lookup("method", name).build().topology == "peer_to_peer"
+    first_steps = FirstSteps()
+    monkeypatch.setattr(Training, "step", first_steps.watching(Training.step))
+    rounds = 4
+    lag = 1
+    if built(name).topology == "peer_to_peer":
+        rounds = 2
+        lag = 0
+    base = four_clients_of(name)
     stream = {
         "kind": "classes",
         "tasks": 2,
         "order": ORDER,
         "head": "task",
-        "lag": 0 if peers else 1,
+        "lag": lag,
         "join": 0.7,
     }
-    what = replace(
+    experiment = replace(
         base,
-        method=method,
-        rounds=2 if peers else 4,
+        method={**base.table("method"), **fields},
+        rounds=rounds,
         query={},
         partition={"kind": "iid"},
         stream=stream,
@@ -105,22 +119,28 @@ def test_a_method_goes_through_two_tasks_and_outputs_that_are_off_get_no_gradien
         plan={"epochs": 1, "batch": 50, "lr": 0.01},
         engine="serial",
     )
-    result = run(what, tmp_path / "run", toys.blobs())
+
+    result = run(experiment, tmp_path / "run", toys.blobs())
+
     events = read_journal(tmp_path / "run" / "journal.jsonl")
-    assert not [e for e in events if e["event"] == "client" and "refused" in e]
-    assert len(result.history) == what.rounds
+    client_events = [event for event in events if event["event"] == "client"]
+    assert not [event for event in client_events if "refused" in event]
+    assert len(result.history) == rounds
     if result.accuracy is not None:
-        assert [e["task"] for e in events if e["event"] == "task"][-2:] == [1, 2]
-    assert first.terms or name == "afl", "which solves its last layer, and trains nothing"
-    losses = [v for e in events if e["event"] == "client" for v in (e.get("loss") or {}).values()]
-    assert all(v is not None and math.isfinite(v) for v in losses)
-    assert not [(k, v) for k, v in first.terms if not abs(v) < LARGE]
-    assert not first.pushed or name in BEFORE | PULLED
+        assert [event["task"] for event in events if event["event"] == "task"][-2:] == [1, 2]
+    assert first_steps.terms or name == "afl", "which solves its last layer, and trains nothing"
+    for event in client_events:
+        for value in (event.get("loss") or {}).values():
+            assert value is not None
+            assert math.isfinite(value)
+    assert all(abs(value) < LARGE for value in first_steps.terms)
+    if name not in TRAINS_EARLIER_OUTPUTS | DRAWS_ALL_WEIGHTS:
+        assert not first_steps.pushed
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in NAMES])
-def test_clients_that_ask_have_no_tasks_and_are_told(name: str) -> None:
+@pytest.mark.parametrize("name", WITH_QUERIES)
+def test_streams_are_refused_for_methods_with_queries(name: str) -> None:
     stream = {"kind": "classes", "tasks": 2, "order": ORDER}
-    what = replace(experiment(name), rounds=2, partition={"kind": "iid"}, stream=stream)
+    experiment = replace(four_clients_of(name), rounds=2, partition={"kind": "iid"}, stream=stream)
     with pytest.raises(ConfigError, match=r"\[stream\] and \[query\]"):
-        resolve(what)
+        resolve(experiment)

@@ -86,7 +86,7 @@ def positions_of(classes: Tensor) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(("name", "constant"), [("fedlwf", "old_classes"), ("glfc_local", "old")])
-def test_which_classes_are_old_is_by_the_task_that_a_client_is_in(name: str, constant: str) -> None:
+def test_the_old_classes_follow_from_the_task_of_each_client(name: str, constant: str) -> None:
     """A client that stays has none in its first task, and no teacher; later the old classes are
     those of its own.
     """

@@ -77,13 +77,13 @@ def plain_gaussians(features: Tensor, labels: Tensor, covariance: str) -> dict[i
         covariances = {c: np.diag(np.diag(matrix)) for c, matrix in covariances.items()}
     mean_covariance = sum(covariances.values()) / len(covariances)
 
-    found = {}
+    by_label = {}
     for c, rows in by_class.items():
         matrix = covariances.get(c, mean_covariance)
         ridge = 1e-6 * np.trace(matrix) / WIDTH + 1e-12
         root = np.linalg.cholesky(matrix + ridge * np.eye(WIDTH))
-        found[c] = ClassGaussian(rows.mean(0), root)
-    return found
+        by_label[c] = ClassGaussian(rows.mean(0), root)
+    return by_label
 
 
 def calibrated_head(
@@ -219,7 +219,7 @@ def test_covariances_that_are_not_finite_have_no_roots() -> None:
 
 @pytest.mark.parametrize("samples", [0, 50])
 @pytest.mark.parametrize(("calibrated", "base"), [("ccvr", "fedavg"), ("toy_ccvr_ntd", "fedntd")])
-def test_the_body_is_that_of_the_method_beneath_and_of_no_samples_all_of_it(
+def test_calibration_changes_the_head_alone_and_without_samples_nothing(
     calibrated: str, base: str, samples: int
 ) -> None:
     ours = run_of({"name": calibrated, "samples": samples}).final
@@ -232,7 +232,7 @@ def test_the_body_is_that_of_the_method_beneath_and_of_no_samples_all_of_it(
     assert ours.extra.keys() == {"before"}
 
 
-def test_what_it_cannot_do_is_one_clear_line() -> None:
+def test_unsuited_settings_are_refused_in_one_line() -> None:
     on_a_chain = toys.toy("ccvr", topology={"kind": "sequential", "clients": 6})
     with pytest.raises(IncompatibleMethod, match=r"set topology\.kind = 'parallel'"):
         prepare(resolve(on_a_chain), toys.blobs())

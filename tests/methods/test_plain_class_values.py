@@ -204,7 +204,7 @@ def test_two_clients_get_exactly_each_others_logits_and_one_alone_gets_none() ->
     assert not payload.tensor("seen").any()
 
 
-def test_a_prototype_is_the_mean_of_those_that_have_the_class_in_whatever_order_they_come() -> None:
+def test_a_prototype_is_the_mean_over_clients_that_have_the_class_in_any_order() -> None:
     """A class that no client of the round has keeps its prototype."""
     method = lookup("method", "fedproto").build()
     is_known = torch.tensor([0.0, 0.0, 1.0])
@@ -246,7 +246,7 @@ def test_networks_may_differ_but_for_the_number_of_features() -> None:
         prepare(resolve(toys.toy(fd, clients={"models": networks})), toys.blobs())
 
 
-def test_where_a_client_has_its_own_test_the_nearest_prototype_answers_too() -> None:
+def test_a_client_with_test_data_reports_the_accuracy_of_the_nearest_prototype() -> None:
     ready = ready_for("fedproto", rounds=1)
     fed = Federation(ready)
     stage = ready.settings.schedule(1, ready.world)[0]
@@ -273,7 +273,7 @@ def test_where_a_client_has_its_own_test_the_nearest_prototype_answers_too() -> 
     assert without_test == {}
 
 
-def test_a_run_on_clients_with_own_tests_tells_of_the_nearest_prototype_from_the_second_round_on(
+def test_clients_with_test_data_report_the_nearest_prototype_from_the_second_round_on(
     tmp_path: Path,
 ) -> None:
     draw = torch.Generator().manual_seed(0)

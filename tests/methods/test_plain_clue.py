@@ -131,7 +131,7 @@ def test_helper_patch_and_vote_are_those_of_plain_modules() -> None:
         torch.testing.assert_close(answers, expected.detach(), rtol=0, atol=NEAR)
 
 
-def test_the_journal_says_who_helped_and_each_client_is_measured_by_its_vote(
+def test_the_journal_names_helpers_and_measures_each_client_by_its_vote(
     tmp_path: Path,
 ) -> None:
     """The gain of an answer is that of the vote over the client's model, in the class asked for."""
@@ -158,7 +158,7 @@ def test_the_journal_says_who_helped_and_each_client_is_measured_by_its_vote(
         assert helpers[client] != client
 
 
-def test_nothing_of_a_peer_that_is_the_same_changes_a_client() -> None:
+def test_parts_of_an_equal_peer_change_nothing() -> None:
     """Untrained models are all the same: a copy with parts of another is the client's model."""
     plan = {"fit": {"epochs": 0, "validation": 0.0}}
     prepared = ready_one_shot({"name": "clue", "share": 1.0}, **SINGLE, plan=plan)
@@ -169,7 +169,7 @@ def test_nothing_of_a_peer_that_is_the_same_changes_a_client() -> None:
         assert_same_model(params, state.extra.many("model")[client])
 
 
-def test_a_whole_share_makes_the_helpers_model() -> None:
+def test_a_share_of_one_copies_the_helpers_model() -> None:
     prepared = ready_clue(share=1.0)
     plain = Plain(prepared)
 

@@ -182,7 +182,7 @@ def test_asd_weights_stay_finite_at_any_power(powers: dict[str, float]) -> None:
     assert all_finite(run_of({"name": "fedntd_asd", **powers}).params)
 
 
-def test_the_plain_plan_is_the_one_that_runs() -> None:
+def test_the_plan_of_the_plain_implementation_is_the_one_that_runs() -> None:
     """And the shares of classes, which objectives use, sum to 1."""
     ready = ready_for("fedavg")
 

@@ -116,7 +116,7 @@ def test_steepness_is_the_largest_singular_value() -> None:
         assert float(value) == pytest.approx(expected, rel=NEAR)
 
 
-def test_steepness_of_nothing_is_finite_with_a_finite_gradient() -> None:
+def test_steepness_of_zeros_is_finite_with_a_finite_gradient() -> None:
     outputs = torch.zeros(2, 5, 2, 2, requires_grad=True)
 
     values = steepness(torch.ones(2, 6, 4, 4), outputs, 10)
@@ -149,7 +149,7 @@ def test_a_residual_network_runs_its_last_stage_at_a_quarter(name: str, norm: st
     assert all(torch.equal(params[key], forward_params[key]) for key in statistics)
 
 
-def test_at_full_width_the_slim_layers_are_the_layers() -> None:
+def test_at_full_width_a_slim_block_is_the_block() -> None:
     spec = contract.spec_for("toy_slim", (1, 4, 4), 5, {})
     network = contract.build(spec).double().eval()
     block = network.get_submodule("body.stage2")[0]  # type: ignore[index]

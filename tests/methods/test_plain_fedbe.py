@@ -304,7 +304,7 @@ def test_at_its_edges_the_dirichlet_distribution_gives_the_clients_or_their_plai
         assert min(largest_gap(model, candidate) for candidate in expected) < 5e-3
 
 
-def test_one_client_leaves_nothing_to_learn() -> None:
+def test_an_ensemble_of_one_client_teaches_nothing() -> None:
     """One model's spread is 0: all members agree, and the server's stage leaves the model where it
     is.
     """
@@ -316,7 +316,7 @@ def test_one_client_leaves_nothing_to_learn() -> None:
     assert_same_model(ours, run_of("fedavg", **changes).params)
 
 
-def test_without_a_step_the_average_stays() -> None:
+def test_without_epochs_of_the_server_the_average_stays() -> None:
     plan = {"teach_server": {**TEACH, "epochs": 0}}
 
     ours = run_of("fedbe", plan=plan, **PUBLIC).params

@@ -211,7 +211,7 @@ def test_without_both_weights_it_is_federated_averaging_to_the_bit() -> None:
     assert same_bits(ours, run_of("fedavg", rounds=3).params)
 
 
-def test_features_that_do_not_differ_cost_1_and_others_less() -> None:
+def test_the_diversity_loss_is_1_for_equal_features_and_less_for_others() -> None:
     """Masked examples do not count."""
     draw = torch.Generator().manual_seed(0)
     noise = torch.rand(6, NOISE, generator=draw)
@@ -270,6 +270,8 @@ def test_the_servers_stage_changes_no_parameter_of_the_model() -> None:
         ({"model": {"name": "sphere_mlp", "hidden": (8,)}}, "no linear layer with a bias"),
     ],
 )
-def test_what_it_cannot_do_is_one_clear_line(changes: dict[str, object], message: str) -> None:
+def test_unsuited_settings_are_refused_in_one_line(
+    changes: dict[str, object], message: str
+) -> None:
     with pytest.raises(IncompatibleMethod, match=message):
         prepare(resolve(toys.toy("fedgen", **changes)), toys.blobs())

@@ -122,7 +122,7 @@ class CheckedAtTheStart(Branched):
 
 
 @pytest.mark.parametrize("model", [DEEP, "toy_batchnorm"])
-def test_at_the_global_model_every_branch_says_what_it_says(model: object) -> None:
+def test_at_the_global_model_every_branch_gives_its_logits(model: object) -> None:
     ready = ready_for("fedmlb", model=model, plan={"norm": "frozen"})
     stage = Stage(1, 0, "train", (0,))
     view = ready.sites.view(0, stage)

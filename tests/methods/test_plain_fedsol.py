@@ -158,7 +158,7 @@ def test_at_rho_0_it_is_federated_averaging_to_the_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("scale", ["adaptive", "fixed"])
-def test_the_first_step_of_a_client_is_fedavgs(scale: str) -> None:
+def test_the_first_step_of_a_client_is_that_of_fedavg(scale: str) -> None:
     """There the divergence from the model received is zero, in float32 but for rounding."""
     fedsol = experiment(
         {"name": "fedsol", "scale": scale}, rounds=1, plan={"steps": 1, "epochs": 0}
@@ -183,7 +183,7 @@ def reach(
     return norm(minus(params, work.perturb(params, gradients, start)))
 
 
-def test_the_point_is_as_far_away_as_rho_says() -> None:
+def test_the_perturbation_has_length_rho() -> None:
     """Less far if each entry goes only as far as it has changed."""
     received = Federation(ready_for("fedavg")).start
     draw = torch.Generator().manual_seed(0)

@@ -46,7 +46,7 @@ def network_of(params: Mapping[str, Tensor], name: str) -> Params:
 
 
 def fit_mutually(
-    fed: Federation, start: Params, round_index: int, client: int, alpha: float, beta: float
+    fed: Federation, start: Params, round_index: int, client: int, *, alpha: float, beta: float
 ) -> Params:
     """Both networks of a client step on every batch, each with its optimiser."""
     pair = fed.net(start)
@@ -86,7 +86,7 @@ def test_rounds_are_those_of_two_networks_written_out(
         cohort = fed.cohort(round_index)
         for client in cohort:
             start = {**pairs[client], **only(params, shared_names)}
-            pairs[client] = fit_mutually(fed, start, round_index, client, alpha, beta)
+            pairs[client] = fit_mutually(fed, start, round_index, client, alpha=alpha, beta=beta)
         weights = [1] * len(cohort)
         if aggregation == "examples":
             weights = [fed.size(client) for client in cohort]
@@ -111,7 +111,7 @@ def ready_from(start: Params, method: object, name: str) -> object:
     return ready
 
 
-def test_where_both_learn_from_labels_alone_they_are_fedavg_and_local_training_to_the_bit() -> None:
+def test_without_distillation_the_two_networks_are_fedavg_and_local_training_to_the_bit() -> None:
     ready = ready_for({"name": "fml", "alpha": 1.0, "beta": 1.0}, rounds=3, model=PAIR)
     start = ready.world.initial(0)
     fedavg = {"name": "fedavg", "aggregation": "uniform"}

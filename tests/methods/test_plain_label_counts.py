@@ -202,7 +202,7 @@ def test_at_its_edge_it_is_federated_averaging_to_the_bit(
     ],
     ids=str,
 )
-def test_of_clients_with_equal_counts_it_is_a_method_without_them(
+def test_with_equal_label_counts_it_is_a_method_that_ignores_them(
     method: object, equivalent: object, to_the_bit: bool
 ) -> None:
     """A single client has all examples: equally many of each class."""

@@ -156,7 +156,7 @@ def test_where_no_client_keeps_its_model_it_is_fedseq_in_fixed_order_to_the_bit(
     assert same_bits(metafed.params, fedseq.params)
 
 
-def test_where_all_do_and_lambda_is_0_clients_train_alone() -> None:
+def test_where_all_clients_keep_their_models_and_lambda_is_0_they_train_alone() -> None:
     """In data order: stages of a ring have other numbers."""
     plan = {**HELD_OUT, "shuffle": False, "lr_decay": 1.0}
     metafed = run_of(
@@ -230,7 +230,7 @@ class OfBatches(toys.BatchNormed):
         self.body[1] = nn.BatchNorm2d(4, track_running_stats=False)
 
 
-def test_normalisation_that_is_not_trained_is_nobodys_own(tmp_path: Path) -> None:
+def test_untrained_normalisation_is_not_personalised(tmp_path: Path) -> None:
     run(toys.toy(model="toy_batch_statistics", rounds=1), tmp_path / "start", toys.blobs())
     experiment = toys.toy(
         {"name": "metafed", "keeps_above": 1.1, "share_norms": False},
@@ -253,7 +253,7 @@ def test_normalisation_that_is_not_trained_is_nobodys_own(tmp_path: Path) -> Non
         ({"plan": {"validation": 0.0}}, r"plan\.warm_up\.validation = 0\.2"),
     ],
 )
-def test_what_it_cannot_do_without_is_said(changes: dict[str, object], message: str) -> None:
+def test_missing_requirements_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(IncompatibleMethod, match=message):
         run(toys.toy("metafed", **changes), None, toys.blobs())
 

@@ -393,7 +393,7 @@ def test_without_a_server_stage_phase_one_at_the_server_is_refused_before_the_ru
         ready_one_shot(method, data={"public": 40}, topology={"clients": 6, "server": ""})
 
 
-def test_one_mean_and_the_ensemble_are_those_of_the_local_models() -> None:
+def test_the_one_shot_mean_and_the_ensemble_are_those_of_the_local_models() -> None:
     """The mean is weighted by the examples that clients trained on, the ensemble is not."""
     prepared = ready_one_shot("fedavg_once")
     local = fitted_models()
@@ -414,7 +414,7 @@ def test_one_mean_and_the_ensemble_are_those_of_the_local_models() -> None:
 
 
 @pytest.mark.parametrize("name", ["naive_kd", "qkt", "qkt_light"])
-def test_of_one_teacher_the_sum_is_the_mean_to_the_bit(name: str) -> None:
+def test_with_one_teacher_the_sum_is_the_mean_to_the_bit(name: str) -> None:
     """And of three teachers it is not."""
     with_sum = students_of(run_once({"name": name, "participants": 2, "over_teachers": "sum"}))
     with_mean = students_of(run_once({"name": name, "participants": 2, "over_teachers": "mean"}))

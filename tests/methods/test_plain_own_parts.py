@@ -158,14 +158,16 @@ class OnlyBalanced(Calibrated):
         return {"balanced": cross_entropy(step.logits() + start["shift"], step.y)}
 
 
-def test_fedrods_global_model_is_balanced_fedavgs_to_the_bit_whatever_the_own_heads_do() -> None:
+def test_fedrods_global_model_is_that_of_balanced_fedavg_to_the_bit() -> None:
+    """Whatever the clients' own heads learn."""
     ours = run_of("fedrod", rounds=3).params
     expected = run_of("toy_balanced", rounds=3).params
 
     assert same_bits(only(ours, expected), expected)
 
 
-def test_of_equal_counts_or_without_gamma_the_generic_model_is_fedavgs() -> None:
+def test_without_gamma_the_global_model_is_that_of_fedavg() -> None:
+    """Equal factors of all classes change no loss, either."""
     expected = run_of("fedavg").params
     ours = run_of({"name": "fedrod", "gamma": 0.0}).params
     assert_same_model(only(ours, expected), expected)
@@ -176,7 +178,7 @@ def test_of_equal_counts_or_without_gamma_the_generic_model_is_fedavgs() -> None
     torch.testing.assert_close(with_equal_counts, softmax_loss(z, y))
 
 
-def test_what_a_client_measures_and_what_is_loaded_is_the_sum_of_both_heads(tmp_path: Path) -> None:
+def test_measured_and_loaded_models_answer_by_the_sum_of_both_heads(tmp_path: Path) -> None:
     toy = toys.toy("fedrod", topology={"clients": 6}, measure_every=1)
 
     run(toy, tmp_path / "run", toys.blobs())
@@ -184,7 +186,7 @@ def test_what_a_client_measures_and_what_is_loaded_is_the_sum_of_both_heads(tmp_
     assert_loaded_models_answer_as_measured(tmp_path / "run", clients=6, round_index=3)
 
 
-def test_the_answer_is_the_sum_of_both_heads_logits() -> None:
+def test_a_client_answers_by_the_sum_of_both_heads_logits() -> None:
     """Of a client; the server's predictor is the shared head's."""
     ready = ready_for("fedrod", rounds=1)
     fed = Federation(ready)
@@ -286,7 +288,7 @@ def test_without_kappa_and_with_shifts_that_stay_zero_feddbe_is_federated_averag
     assert same_bits(only(ours, expected), expected)
 
 
-def test_a_consensus_mean_costs_nothing_and_a_shift_of_features_is_one_of_the_bias() -> None:
+def test_features_at_the_consensus_cost_nothing_and_a_shift_acts_like_a_bias() -> None:
     ready = ready_for("feddbe", rounds=1)
     fed = Federation(ready)
     spec = ready.world.model(0)

@@ -147,7 +147,7 @@ def test_statistics_of_normalisation_travel_with_their_layer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["lg_fedavg", "fedbabu"])
-def test_a_shared_part_that_blows_up_is_refused_as_a_whole_model_is(name: str) -> None:
+def test_a_shared_part_that_diverges_is_refused(name: str) -> None:
     ready = ready_for(name)
     method = ready.settings.method
     world = ready.world

@@ -100,7 +100,7 @@ def test_any_two_splits_of_the_same_data_give_one_layer() -> None:
     assert_same_model(of_six.params, of_three.params)
 
 
-def test_clients_that_come_later_and_come_again_add_what_is_new() -> None:
+def test_clients_add_their_examples_once_whenever_they_take_part() -> None:
     ready = ready_for("afl", rounds=4, topology={"clients": 6, "sampled": 2})
     fed = Federation(ready, sampled=2)
 
@@ -114,7 +114,7 @@ def test_clients_that_come_later_and_come_again_add_what_is_new() -> None:
     assert {client for client in range(6) if ours.remembered(client)} == participants
 
 
-def test_who_has_sent_everything_adds_nothing() -> None:
+def test_a_client_that_has_sent_everything_adds_nothing() -> None:
     states = run_of("afl", rounds=2, **ALL).states
 
     assert same_bits(states[1].params, states[2].params)
@@ -142,7 +142,7 @@ def unbalanced_blobs() -> Dataset:
 
 
 @pytest.mark.parametrize("fields", [{}, {"past": "kept"}, {"join": 0.5, "past": "gone"}], ids=str)
-def test_balanced_classes_weigh_alike_over_tasks_whatever_their_numbers_of_examples(
+def test_balanced_classes_have_equal_weights_over_all_tasks(
     fields: dict[str, object],
 ) -> None:
     """The head at the end is that of all examples that were sent, balanced at once, with the
@@ -178,7 +178,7 @@ def test_balanced_classes_weigh_alike_over_tasks_whatever_their_numbers_of_examp
         {"kind": "classes", "stay": 0.5},
     ],
 )
-def test_balanced_classes_of_several_tasks_are_refused_where_data_go(
+def test_balanced_classes_are_refused_where_streams_remove_examples(
     stream: dict[str, object],
 ) -> None:
     """Where they stay, they are accepted."""
@@ -232,7 +232,8 @@ def test_more_features_than_examples_have_a_solution_for_every_penalty_and_none_
         assert torch.equal(total, sums.tensor(group))
 
 
-def test_sums_that_no_examples_have_do_not_ask_for_the_penalty_that_is_set() -> None:
+def test_impossible_sums_are_refused_without_advice_that_is_followed_already() -> None:
+    """A penalty is advised only where none is set."""
     sums = feature_sums(torch.eye(3), torch.tensor([0, 1, 1]), 2)
     negative_sums = [-value for value in sums.values()]
 
@@ -249,7 +250,7 @@ def test_sums_that_no_examples_have_do_not_ask_for_the_penalty_that_is_set() -> 
 
 
 @pytest.mark.parametrize("method", ["fedavg", "feddc"])
-def test_any_method_may_end_with_it(method: str) -> None:
+def test_any_method_may_end_with_a_ridge_stage(method: str) -> None:
     """Only the head differs, and the server's state has nothing new."""
     ready = ready_for(method, **RIDGE_LAST)
 
@@ -261,14 +262,14 @@ def test_any_method_may_end_with_it(method: str) -> None:
     assert ours.extra.keys() == without.extra.keys()
 
 
-def test_what_clients_remember_is_as_before() -> None:
+def test_a_ridge_stage_leaves_clients_memories_as_they_are() -> None:
     def memory_groups(run: LibraryRun) -> list[set[str]]:
         return [set(run.remembered(client)) for client in range(6)]
 
     assert memory_groups(run_of("feddyn", **RIDGE_LAST)) == memory_groups(run_of("feddyn"))
 
 
-def test_a_run_that_ends_with_it_says_so_and_learns(tmp_path: Path) -> None:
+def test_a_run_with_a_ridge_stage_records_its_plan_and_learns(tmp_path: Path) -> None:
     toy = toys.toy("fedavg", **RIDGE_LAST, plan={"epochs": 1, "lr": 0.05})
 
     result = run(toy, tmp_path / "run", toys.blobs())
@@ -288,7 +289,7 @@ def test_a_run_that_ends_with_it_says_so_and_learns(tmp_path: Path) -> None:
         ({"model": {"name": "sphere_mlp", "hidden": (8,)}}, "is no linear layer with a bias"),
     ],
 )
-def test_where_there_is_no_layer_to_solve_for_it_is_refused(
+def test_a_ridge_stage_without_a_linear_head_is_refused(
     changes: dict[str, object], message: str
 ) -> None:
     topology = {"clients": 6, "last": "ridge"}

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import stacking
@@ -21,6 +22,7 @@ from fedstill.core import trees
 from fedstill.core.errors import ConfigError
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Plan, Stage, Step, Tensors, TrainingStart
+from fedstill.core.trees import same_bits
 from fedstill.engines import devices
 from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.devices import tf32_if_chosen
@@ -31,6 +33,8 @@ from fedstill.running.runner import run
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 
+AUGMENTATIONS = pytest.mark.parametrize("augment", [(), ("flip",)], ids=["images", "augmented"])
+
 
 @pytest.fixture(autouse=True)
 def _has_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,91 +42,119 @@ def _has_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "has_bfloat16", lambda device: True)
 
 
-def rounded(v: Tensor) -> bool:
+def is_rounded(values: Tensor) -> bool:
     """Whether float32 numbers are all bfloat16 numbers."""
-    return v.dtype == torch.float32 and torch.equal(v, v.bfloat16().float())
+    return values.dtype == torch.float32 and torch.equal(values, values.bfloat16().float())
 
 
-def assert_near(one: Tensors, other: Tensors, start: Tensors) -> None:
+def assert_near(params: Tensors, expected: Tensors, start: Tensors) -> None:
     """A number of bfloat16 is right to a 256th: the way that models went from where they began is
-    to a tenth.
+    right to a tenth.
     """
-    apart, way = (trees.norm(trees.sub(one, b)) for b in (other, start))
-    assert apart < way / 10
+    error = trees.norm(trees.sub(params, expected))
+    assert error < trees.norm(trees.sub(params, start)) / 10
+
+
+class Rounded(NamedTuple):
+    """Which outputs of a step are numbers of bfloat16."""
+
+    features: bool
+    logits: bool
+    teacher_logits: bool
+    teacher_features: bool
 
 
 @dataclass(frozen=True)
 class Watched(ClientWork):
-    """Training that notes what it was given."""
+    """Training that records what its objective computes with."""
 
-    seen: list[tuple[bool, ...]]
+    steps: set[Rounded] = field(default_factory=set)
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        given = (step.features(), step.logits(), step.teacher("t"), step.teacher_features("t"))
-        self.seen.append(tuple(rounded(v) for v in given))
-        assert all(v.dtype == torch.float32 for v in (*given, *step.params.values()))
+        outputs = [
+            step.features(),
+            step.logits(),
+            step.teacher("t"),
+            step.teacher_features("t"),
+        ]
+        self.steps.add(Rounded(*map(is_rounded, outputs)))
+        assert all(v.dtype == torch.float32 for v in (*outputs, *step.params.values()))
         return super().terms(step, start)
 
 
-@pytest.mark.parametrize("augment", [(), ("flip",)])
-def test_bfloat16_is_in_forward_passes_alone(augment: tuple[str, ...]) -> None:
-    ready = prepare(resolve(toys.toy()), toys.blobs())
-    stage = Stage(1, 0, "train", (0,))
-    view, start = ready.sites.view(0, stage), ready.world.initial(0)
-    inputs = replace(ready.sites.inputs, steps=augment)
-    params = {}
-    for kind in ("fp32", "bf16"):
-        seen: list[tuple[bool, ...]] = []
-        carry = TrainingStart(start, teachers={"t": start})
-        plan = Plan(epochs=2, lr=0.1)
-        setup = TrainingSetup(
-            plan=plan,
-            stage=stage,
-            inputs=inputs,
-            seed=7,
-            precision=kind,  # type: ignore[arg-type]
-            teacher_precision=kind,  # type: ignore[arg-type]
-        )
-        params[kind] = train(Watched(seen), carry, view, setup).params
-        assert seen
-        assert set(seen) == {(kind == "bf16",) * 4}
-    for value in params["bf16"].values():
-        assert value.dtype == torch.float32
-        assert not rounded(value), "the weights that are kept are float32"
-    assert_near(params["bf16"], params["fp32"], start)
+@dataclass(frozen=True)
+class WatchedTraining:
+    """The training of one client, with a teacher."""
+
+    start: Tensors
+    params: Tensors
+    steps: set[Rounded]
 
 
-@pytest.mark.parametrize("augment", [(), ("flip",)])
-def test_teachers_alone_compute_in_bfloat16(augment: tuple[str, ...]) -> None:
+def train_watched(augment: tuple[str, ...], **precisions: str) -> WatchedTraining:
+    """Train one client in some precision, of its model and its teacher."""
     ready = prepare(resolve(toys.toy()), toys.blobs())
     stage = Stage(1, 0, "train", (0,))
-    view, start = ready.sites.view(0, stage), ready.world.initial(0)
-    seen: list[tuple[bool, ...]] = []
+    params = ready.world.initial(0)
     setup = TrainingSetup(
         plan=Plan(epochs=2, lr=0.1),
         stage=stage,
         inputs=replace(ready.sites.inputs, steps=augment),
         seed=7,
-        teacher_precision="bf16",
+        **precisions,  # type: ignore[arg-type]
     )
-    train(Watched(seen), TrainingStart(start, teachers={"t": start}), view, setup)
-    assert set(seen) == {(False, False, True, True)}
+    work = Watched()
+    start = TrainingStart(params, teachers={"t": params})
+    result = train(work, start, ready.sites.view(0, stage), setup)
+    return WatchedTraining(params, result.params, work.steps)
+
+
+@AUGMENTATIONS
+def test_bfloat16_is_in_forward_passes_alone(augment: tuple[str, ...]) -> None:
+    """The weights that are kept are float32."""
+    exact = train_watched(augment, precision="fp32", teacher_precision="fp32")
+    rounded = train_watched(augment, precision="bf16", teacher_precision="bf16")
+
+    assert exact.steps == {Rounded(False, False, False, False)}
+    assert rounded.steps == {Rounded(True, True, True, True)}
+    for value in rounded.params.values():
+        assert value.dtype == torch.float32
+        assert not is_rounded(value)
+    assert_near(rounded.params, exact.params, rounded.start)
+
+
+@AUGMENTATIONS
+def test_teachers_alone_compute_in_bfloat16(augment: tuple[str, ...]) -> None:
+    training = train_watched(augment, teacher_precision="bf16")
+
+    expected = Rounded(features=False, logits=False, teacher_logits=True, teacher_features=True)
+    assert training.steps == {expected}
+
+
+def two_rounds(engine: str, **changes: object) -> Tensors:
+    """The model of FedNTD after two rounds under an engine."""
+    rounds = stacking.rounds(stacking.ready("fedntd", engine, **changes))
+    assert rounds.replies
+    assert not rounds.refused
+    return rounds.state.params
+
+
+def initial_model() -> Tensors:
+    """The model before the two rounds."""
+    return stacking.ready("fedntd", "serial").world.initial(0)
 
 
 def test_the_teachers_of_all_engines_compute_in_bfloat16() -> None:
-    states = {
-        (engine, precision): stacking.rounds(
-            stacking.ready("fedntd", engine, teacher_precision=precision)
-        )[0].params
-        for engine in ("serial", "pooled", "vectorised")
-        for precision in ("bf16", None)
-    }
-    serial, exact = states["serial", "bf16"], states["serial", None]
-    assert all(torch.equal(serial[k], states["pooled", "bf16"][k]) for k in serial)
-    assert any(not torch.equal(serial[k], exact[k]) for k in serial)
-    start = stacking.ready("fedntd", "serial").world.initial(0)
-    assert_near(serial, exact, start)
-    assert_near(states["vectorised", "bf16"], serial, start)
+    """The pooled engine has the serial one's bits; a stack rounds elsewhere."""
+    exact = two_rounds("serial")
+    serial = two_rounds("serial", teacher_precision="bf16")
+    pooled = two_rounds("pooled", teacher_precision="bf16")
+    stacked = two_rounds("vectorised", teacher_precision="bf16")
+
+    assert same_bits(pooled, serial)
+    assert not same_bits(serial, exact)
+    assert_near(serial, exact, initial_model())
+    assert_near(stacked, serial, initial_model())
 
 
 @pytest.mark.parametrize(
@@ -131,36 +163,33 @@ def test_the_teachers_of_all_engines_compute_in_bfloat16() -> None:
 def test_serial_and_pooled_have_the_same_bits_in_bfloat16(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders = {}
+    """Which are not those of float32."""
     monkeypatch.setenv("FEDSTILL_WORKERS", "3")
-    for engine, kind in (("serial", "bf16"), ("pooled", "bf16"), ("pooled", "fp32")):
-        folders[engine, kind] = tmp_path / f"{engine}-{kind}"
-        experiment = stacking.experiment(name, engine, precision=kind, rounds=2)
-        run(experiment, folders[engine, kind], data=stacking.few_blobs())
-    model = {k: (f / "model.safetensors").read_bytes() for k, f in folders.items()}
-    assert model["serial", "bf16"] == model["pooled", "bf16"] != model["pooled", "fp32"]
-    serial, pooled = (
-        without_times(read_journal(folders[e, "bf16"] / "journal.jsonl"))
-        for e in ("serial", "pooled")
-    )
-    assert serial == pooled
+
+    def model_of(engine: str, precision: str) -> bytes:
+        folder = tmp_path / f"{engine}-{precision}"
+        experiment = stacking.experiment(name, engine, precision=precision, rounds=2)
+        run(experiment, folder, data=stacking.few_blobs())
+        return (folder / "model.safetensors").read_bytes()
+
+    serial = model_of("serial", "bf16")
+    assert model_of("pooled", "bf16") == serial
+    assert model_of("pooled", "fp32") != serial
+    serial_events = read_journal(tmp_path / "serial-bf16" / "journal.jsonl")
+    pooled_events = read_journal(tmp_path / "pooled-bf16" / "journal.jsonl")
+    assert without_times(pooled_events) == without_times(serial_events)
 
 
 def test_a_stack_trains_in_bfloat16_too() -> None:
     """A layer of a stack is one batched product, rounded elsewhere than a client's own."""
-    ends = []
-    for engine in ("serial", "vectorised"):
-        ready = stacking.ready("fedntd", engine, precision="bf16")
-        state, replies, refused = stacking.rounds(ready)
-        assert replies
-        assert not refused
-        ends.append(state.params)
-    assert_near(ends[1], ends[0], ready.world.initial(0))
-    exact, _, _ = stacking.rounds(stacking.ready("fedntd", "vectorised"))
-    assert any(not torch.equal(ends[1][k], exact.params[k]) for k in exact.params)
+    serial = two_rounds("serial", precision="bf16")
+    stacked = two_rounds("vectorised", precision="bf16")
+
+    assert_near(stacked, serial, initial_model())
+    assert not same_bits(stacked, two_rounds("vectorised"))
 
 
-def test_what_a_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precisions_that_a_device_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="'tf32'"):
         resolve(Experiment(precision="tf32"))
     monkeypatch.setattr(devices, "has_bfloat16", lambda device: False)
@@ -170,31 +199,34 @@ def test_what_a_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert resolve(Experiment()).precision == "fp32"
 
 
-def test_products_are_rounded_where_that_was_asked_for() -> None:
-    def rounded_ones() -> tuple[bool, bool]:
-        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+@pytest.mark.parametrize("precision", ["tf32", "fp32", "bf16"])
+def test_products_are_rounded_to_tf32_only_on_request(precision: str) -> None:
+    """And nowhere else."""
 
-    for kind in ("tf32", "fp32", "bf16"):
-        with tf32_if_chosen(kind, torch.device("cuda")):
-            assert rounded_ones() == (kind == "tf32",) * 2
-        assert rounded_ones() == (False, False)
+    def are_rounded() -> list[bool]:
+        return [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
+
+    with tf32_if_chosen(precision, torch.device("cuda")):
+        assert are_rounded() == [precision == "tf32"] * 2
+    assert are_rounded() == [False, False]
 
 
-NEWER = """
+PROGRAM = """
 import torch
 from fedstill.engines.devices import tf32_if_chosen, make_deterministic
 from fedstill.engines.passes import without_cudnn
 {user}
-said = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
-before = [one.fp32_precision for one in said]
+switches = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+before = [switch.fp32_precision for switch in switches]
 with tf32_if_chosen("fp32", torch.device("cpu")):
-    assert [one.fp32_precision for one in said] == before
+    assert [switch.fp32_precision for switch in switches] == before
 make_deterministic("cuda")
 for kind in ("tf32", "fp32"):
     with tf32_if_chosen(kind, torch.device("cuda")), without_cudnn():
-        assert all((one.fp32_precision == "tf32") == (kind == "tf32") for one in said)
+        for switch in switches:
+            assert (switch.fp32_precision == "tf32") == (kind == "tf32")
     assert torch.backends.cudnn.enabled
-assert all(one.fp32_precision != "tf32" for one in said)
+assert all(switch.fp32_precision != "tf32" for switch in switches)
 """
 
 
@@ -207,8 +239,8 @@ assert all(one.fp32_precision != "tf32" for one in said)
         pytest.param("torch.backends.fp32_precision = 'tf32'", marks=pytest.mark.slow),
     ],
 )
-def test_so_where_torchs_newer_switches_said_something_else(user: str) -> None:
+def test_torchs_newer_switches_are_set_and_restored_too(user: str) -> None:
     """In a process of its own: torch refuses to read its older switches once the newer ones
     differ.
     """
-    subprocess.run([sys.executable, "-c", NEWER.format(user=user)], check=True)
+    subprocess.run([sys.executable, "-c", PROGRAM.format(user=user)], check=True)

@@ -272,7 +272,7 @@ if DEVICE != "cpu":
 
 
 @pytest.mark.parametrize("work", NOT_REPLAYABLE)
-def test_what_a_replay_would_not_do_is_not_recorded(
+def test_steps_that_a_replay_would_change_are_not_recorded(
     work: type[ClientWork], replays: list[int]
 ) -> None:
     ready = stacking.ready("fedavg", "serial", device=DEVICE, plan=LONG)

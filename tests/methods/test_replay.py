@@ -68,7 +68,7 @@ def test_in_the_first_task_it_is_fedavg(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["serial", "vectorised"])
 @pytest.mark.parametrize("head", ["all", "seen"])
-def test_a_memory_of_all_is_training_on_the_data_of_the_past(
+def test_a_memory_of_all_examples_is_training_on_all_past_data(
     head: str, engine: str, tmp_path: Path
 ) -> None:
     """The same examples in the same order: the bound ``past = "kept"``, to the bit."""
@@ -86,7 +86,7 @@ def test_a_memory_of_all_is_training_on_the_data_of_the_past(
 # What is kept.
 
 
-def test_what_is_kept_is_the_lowest_of_all_keys_so_far() -> None:
+def test_the_memory_holds_the_examples_with_the_lowest_keys() -> None:
     """Of the last task nothing is kept: no task follows."""
     run = run_replay(size=12)
 
@@ -110,7 +110,7 @@ def test_what_is_kept_is_the_lowest_of_all_keys_so_far() -> None:
 
 
 @pytest.mark.parametrize("by_class", [False, True])
-def test_one_group_after_the_other_is_both_together(by_class: bool) -> None:
+def test_merging_groups_one_by_one_is_merging_them_at_once(by_class: bool) -> None:
     draw = torch.Generator().manual_seed(3)
     labels = torch.randint(4, (60,), generator=draw)
     keys = torch.rand(60, generator=draw, dtype=torch.float64)
@@ -150,7 +150,7 @@ def herded_by_hand(unit_features: np.ndarray, count: int) -> list[int]:
     return chosen
 
 
-def test_herding_takes_what_brings_the_mean_nearest() -> None:
+def test_herding_chooses_the_examples_whose_mean_is_nearest() -> None:
     features = torch.randn(9, 5, generator=torch.Generator().manual_seed(1))
     labels = torch.tensor([0, 1, 0, 1, 1, 0, 1, 1, 1])
 
@@ -193,10 +193,10 @@ def test_the_objective_by_hand(alpha: float) -> None:
 
     z = logits_by_hand(start.params, x)
     new_losses = -log_softmax(z[:new, 3:], axis=1)[np.arange(new), y[:new].numpy() - 3]
-    seen = np.array([0, 2, 3, 4])
+    columns = np.array([0, 2, 3, 4])
     kept_columns = [0, 1, 0]  # those of labels 0, 2 and 0
-    kept_losses = -log_softmax(z[new:, seen], axis=1)[np.arange(3), kept_columns]
-    gaps = ((z[new:, seen] - stored_logits[:3].numpy()[:, seen]) ** 2).mean(1)
+    kept_losses = -log_softmax(z[new:, columns], axis=1)[np.arange(3), kept_columns]
+    gaps = ((z[new:, columns] - stored_logits[:3].numpy()[:, columns]) ** 2).mean(1)
     expected = new_losses.mean() + 0.7 * kept_losses.mean() + alpha * gaps.mean()
     objective = sum(float(losses.detach().mean()) for losses in terms.values())
     assert objective == pytest.approx(expected, rel=1e-5)
@@ -228,8 +228,8 @@ def class_means_by_hand(run: RunOverTasks) -> np.ndarray:
     for client in range(6):
         view = ready.sites.view(client, stage)
         memory = run.memory.load(client)
-        kept = Examples(memory.tensor("values"), memory.tensor("labels"))
-        for examples in (view.data, kept):
+        remembered = Examples(memory.tensor("values"), memory.tensor("labels"))
+        for examples in (view.data, remembered):
             features = view.passes.features(run.final.params, examples)
             unit_features.append(normalize(features, dim=1).double())
             labels.append(examples.labels)
@@ -262,7 +262,7 @@ def test_class_means_are_those_of_all_clients_data_and_memories() -> None:
     assert nearest_mean_answers(run).tolist() == distances.argmin(1).tolist()
 
 
-def test_a_run_whose_answers_are_the_means_has_their_matrix(tmp_path: Path) -> None:
+def test_the_accuracy_matrix_of_a_run_is_that_of_the_nearest_means(tmp_path: Path) -> None:
     """The accuracy in each task at the end is that of the nearest means."""
     method = {"name": "replay", "size": 0, "answers": "nearest_mean"}
     run(experiment_over_tasks(method, stream=STREAM), tmp_path / "run", toys.blobs())
@@ -283,7 +283,7 @@ def test_a_run_whose_answers_are_the_means_has_their_matrix(tmp_path: Path) -> N
     assert next(iter(predictors)) == "nearest_mean"
 
 
-def test_a_class_without_a_mean_is_no_answer() -> None:
+def test_a_class_without_a_mean_is_never_answered() -> None:
     run = run_replay(nearest_mean=True)
     ready = run.ready
     known = torch.tensor([True, False, True, False, False])
@@ -299,7 +299,7 @@ def test_a_class_without_a_mean_is_no_answer() -> None:
 # Runs.
 
 
-def test_the_journal_says_how_many_are_kept_and_who_has_nothing_to_do(tmp_path: Path) -> None:
+def test_the_journal_counts_kept_examples_and_names_idle_clients(tmp_path: Path) -> None:
     """After the last task, nobody keeps anything."""
     experiment = experiment_over_tasks({"name": "replay", "size": 7}, stream=STREAM)
 
@@ -307,12 +307,12 @@ def test_the_journal_says_how_many_are_kept_and_who_has_nothing_to_do(tmp_path: 
 
     events = read_journal(tmp_path / "run/journal.jsonl")
     remembering = [e for e in events if e["event"] == "client" and e["name"] == "remember"]
-    kept = [event["kept"] for event in remembering if event["round"] < 3]
-    assert kept == [7] * 12
+    numbers = [event["kept"] for event in remembering if event["round"] < 3]
+    assert numbers == [7] * 12
     assert all(event["idle"] for event in remembering if event["round"] == 3)
 
 
-def test_in_a_chain_clients_remember_too() -> None:
+def test_clients_of_a_chain_remember_too() -> None:
     chain = {"kind": "sequential", "clients": 6, "sampled": 3}
 
     run = run_over_tasks(
@@ -323,7 +323,7 @@ def test_in_a_chain_clients_remember_too() -> None:
     assert sizes == [5] * 6
 
 
-def test_what_it_cannot_do_is_refused() -> None:
+def test_unsuited_settings_are_refused() -> None:
     held_out = toys.toy("replay", stream=STREAM, plan={"train": {"validation": 0.1}})
     with pytest.raises(IncompatibleMethod, match=r"set validation = 0.1 in \[plan.remember\]"):
         prepare(resolve(held_out), toys.blobs())

@@ -175,7 +175,7 @@ def test_a_client_that_missed_the_census_does_not_teach() -> None:
 @pytest.mark.parametrize(
     ("k", "total", "share_of_certain"), [(1, 1, 1), (2, 1, 1 / 2), (5, 4, 4 / 5)]
 )
-def test_weights_of_several_teachers_sum_to_what_the_code_has(
+def test_weights_of_several_teachers_have_the_sums_of_the_authors_code(
     k: int, total: float, share_of_certain: float
 ) -> None:
     """papers.md 13.8, per example: EBKD's to K - 1, CAMKD's to 1. A certain teacher and a lone one
@@ -195,7 +195,9 @@ def test_weights_of_several_teachers_sum_to_what_the_code_has(
     torch.testing.assert_close(of_certain, share_of_certain * ones(k, 2))
 
 
-def test_more_teachers_than_there_are_models_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_says_once_that_there_are_fewer_models_than_teachers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Unless all are wanted anyway."""
     with caplog.at_level(logging.WARNING, "fedstill"):
         state = run_of({"name": "sfedkd", "k": 9}, rounds=4).final
@@ -377,7 +379,7 @@ def test_a_round_sends_as_much_as_the_method_says(
     ],
     ids=str,
 )
-def test_labels_are_asked_for_only_where_they_matter(
+def test_label_counts_are_required_only_where_they_matter(
     method: dict[str, object], needs_counts: bool
 ) -> None:
     ready = ready_for(method)
@@ -386,7 +388,7 @@ def test_labels_are_asked_for_only_where_they_matter(
     assert len(drive(ready).states) == 3
 
 
-def test_camkd_asks_for_features_only_with_its_feature_term() -> None:
+def test_camkd_requires_features_only_with_its_feature_term() -> None:
     without = ready_for("camkd").settings.method
     with_features = ready_for({"name": "camkd", "feature_weight": 50.0}).settings.method
 
@@ -394,7 +396,7 @@ def test_camkd_asks_for_features_only_with_its_feature_term() -> None:
     assert Need.FEATURES in with_features.requires()
 
 
-def test_an_extended_dirichlet_split_that_cannot_be_says_which_class_and_why() -> None:
+def test_an_infeasible_extended_dirichlet_split_names_client_and_class() -> None:
     split = {
         "kind": "extended_dirichlet",
         "classes_per_client": 1,

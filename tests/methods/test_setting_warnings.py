@@ -81,7 +81,7 @@ def trains_as_fedavg(prepared: Prepared) -> bool:
 
 
 @pytest.mark.parametrize("method", DISTILS_NOT_TRUE_ALONE, ids=str)
-def test_it_is_fedavg_and_says_so(method: object) -> None:
+def test_distillation_of_not_true_classes_alone_warns_that_it_is_fedavg(method: object) -> None:
     """Of two classes; of five it says nothing."""
     prepared = ready(method, first_classes(2))
 
@@ -91,7 +91,7 @@ def test_it_is_fedavg_and_says_so(method: object) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedewc", "fedlwf", "fot", "replay"])
-def test_over_one_task_it_is_fedavg_and_says_so(method: str) -> None:
+def test_over_one_task_a_method_warns_that_it_is_fedavg(method: str) -> None:
     """Over two tasks it says nothing."""
     prepared = ready(method, toys.blobs())
 
@@ -100,7 +100,7 @@ def test_over_one_task_it_is_fedavg_and_says_so(method: str) -> None:
     assert warning_of(ready(method, toys.blobs(), **TWO_TASKS)) == ""
 
 
-def test_over_one_task_the_clients_of_glfc_have_a_loss_of_their_own_and_say_which() -> None:
+def test_over_one_task_glfc_warns_although_it_is_not_fedavg() -> None:
     """Over two tasks it says nothing."""
     prepared = ready("glfc_local", toys.blobs())
 
@@ -110,7 +110,7 @@ def test_over_one_task_the_clients_of_glfc_have_a_loss_of_their_own_and_say_whic
 
 
 @pytest.mark.parametrize("method", DISTILS_THE_TRUE_CLASS_TOO, ids=str)
-def test_what_does_more_says_nothing(method: object) -> None:
+def test_a_method_that_also_distils_the_true_class_does_not_warn(method: object) -> None:
     prepared = ready(method, first_classes(2))
 
     assert warning_of(prepared) == ""
@@ -135,7 +135,7 @@ def test_in_tasks_of_two_classes_the_head_decides(head: str, past: str, warns: b
     assert bool(warning) == warns
 
 
-def test_a_run_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log_once.cache_clear()
     with caplog.at_level(logging.WARNING, "fedstill.run"):
         for seed in (1, 2):

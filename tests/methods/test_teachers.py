@@ -243,7 +243,7 @@ def test_noise_probe_leaves_every_part_in_its_mode() -> None:
     assert model.modes() == modes
 
 
-def test_noise_probe_finds_what_a_model_was_made_for() -> None:
+def test_noise_probe_finds_the_class_that_a_model_always_answers() -> None:
     def always_class_1(x: Tensor) -> Tensor:
         return torch.tensor([0.0, 9.0, 0.0]).expand(len(x), 3)
 

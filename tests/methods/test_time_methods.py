@@ -85,14 +85,16 @@ def finished(
     return FinishedRun(request.param, folder)
 
 
-def test_it_goes_through_its_tasks_and_refuses_nothing(finished: FinishedRun) -> None:
+def test_a_run_completes_all_tasks_and_refuses_nothing(finished: FinishedRun) -> None:
     events = finished.events
 
     assert [event["task"] for event in events if event["event"] == "task"] == [0, 1, 2, 3]
     assert not [event for event in events if event["event"] == "client" and "refused" in event]
 
 
-def test_it_is_resumed_after_every_stage(finished: FinishedRun, tmp_path: Path) -> None:
+def test_a_run_resumed_after_every_stage_has_the_same_bits(
+    finished: FinishedRun, tmp_path: Path
+) -> None:
     """With the bits of the uninterrupted run."""
     folder = stopped(experiment(finished.label, "serial"), tmp_path / "run", 1, data())
     while True:

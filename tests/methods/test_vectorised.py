@@ -66,7 +66,7 @@ def assert_same_rounds(serial: stacking.Rounds, stacked: stacking.Rounds) -> Non
 
 
 @pytest.mark.parametrize("name", STACKED)
-def test_every_method_is_the_serial_engines_in_float64(name: str) -> None:
+def test_every_method_gives_the_serial_engines_results_in_float64(name: str) -> None:
     assert_engines_agree(name)
 
 
@@ -81,11 +81,11 @@ def test_every_method_is_the_serial_engines_in_float64(name: str) -> None:
         {"batch": 1, "epochs": 1},
     ],
 )
-def test_every_plan_is_the_serial_engines(plan: dict[str, object]) -> None:
+def test_every_plan_gives_the_serial_engines_results(plan: dict[str, object]) -> None:
     assert_engines_agree("fedntd_asd", plan={**stacking.PLAN, **plan})
 
 
-def test_an_objective_that_changes_with_the_epoch_is_the_serial_engines() -> None:
+def test_an_objective_that_changes_with_the_epoch_gives_the_serial_engines_results() -> None:
     """Clients of a stack are in different epochs at one time."""
     assert_engines_agree("camkd", method={"name": "camkd", "feature_weight": 1.0})
 
@@ -105,7 +105,7 @@ def test_several_architectures_are_stacked_apart() -> None:
     assert_engines_agree("toy_logits", **models)
 
 
-def test_augmented_images_are_the_serial_engines() -> None:
+def test_augmented_images_give_the_serial_engines_results() -> None:
     images = {
         "data": {"augment": ("crop", "flip")},
         "model": "digits_cnn",
