@@ -29,6 +29,7 @@ from fedstill.core.files import (
     MOST_AT_ONCE,
     digest,
     make_folder,
+    replaced_folder,
     sweep,
     write_together,
     write_whole,
@@ -349,3 +350,36 @@ def test_a_slow_disk_before_round_1_takes_no_time_from_round_1(
 
     assert event["seconds_training"] > 0
     assert event["seconds_saving"] < 1
+
+
+def test_a_folder_that_cannot_be_replaced_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    (folder / "old").write_text("old")
+    rename = Path.rename
+
+    def fails_for_the_new_folder(path: Path, target: Path) -> Path:
+        if (path / "new").exists():
+            raise OSError(errno.EACCES, "no permission")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails_for_the_new_folder)
+    with pytest.raises(OSError, match="no permission"), replaced_folder(folder) as temporary:
+        (temporary / "new").write_text("new")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert (folder / "old").read_text() == "old"
+
+
+def test_a_replaced_folder_has_the_usual_permissions(tmp_path: Path) -> None:
+    usual = tmp_path / "usual"
+    usual.mkdir()
+    with replaced_folder(tmp_path / "new"):
+        pass
+    with replaced_folder(tmp_path / "private", mode=0o700):
+        pass
+
+    assert (tmp_path / "new").stat().st_mode == usual.stat().st_mode
+    assert stat.S_IMODE((tmp_path / "private").stat().st_mode) == 0o700

@@ -18,7 +18,6 @@ import secrets
 import shlex
 import shutil
 import stat
-import tempfile
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -197,19 +196,35 @@ def replaced_file(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new empty folder beside ``folder``, which gets its name at the end.
+def replaced_folder(folder: Path, mode: int = 0o777) -> Iterator[Path]:
+    """Yield a new empty folder beside ``folder``, which replaces ``folder`` at the end.
 
-    A folder of this name is deleted before; nothing is deleted if there is a link. An error leaves
-    everything as it is. Raises OSError if the new folder cannot be created or renamed.
+    An error leaves ``folder`` as it is. A link of this name is not replaced.
+
+    ``mode``: the permissions, before the process's umask. Raises OSError if the new folder cannot
+    be created or renamed.
     """
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    temporary = _hidden_name(folder)
+    old = _hidden_name(folder)
+    temporary.mkdir(mode)
     try:
         yield temporary
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
+        if folder.is_dir() and not folder.is_symlink():
+            folder.rename(old)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if old.is_dir():
+                old.rename(folder)
+            raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _hidden_name(folder: Path) -> Path:
+    """Return a name beside a folder that nobody can guess."""
+    return folder.with_name(f".{folder.name}-{secrets.token_hex(6)}")
 
 
 def _write_all(file: IO[bytes], data: Content) -> None:

@@ -493,7 +493,8 @@ def _write(folder: Path, data: Decoded) -> None:
         "owned": [name for name, split in data.splits.items() if split.owners is not None],
         "about": data.about.to_json(),
     }
-    with replaced_folder(folder) as temporary:
+    # Only the user may read the copy, as the original may be private.
+    with replaced_folder(folder, mode=0o700) as temporary:
         for name, split in data.splits.items():
             np.save(temporary / f"{name}-values.npy", split.values, allow_pickle=False)
             np.save(temporary / f"{name}-labels.npy", split.labels, allow_pickle=False)
