@@ -5,6 +5,7 @@ clients.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ import torch
 
 import toys
 from fedstill.config.experiment import Experiment
+from fedstill.core.checks import check_quorum
 from fedstill.core.errors import Diverged, IncompatibleMethod, TooFewReplies
 from fedstill.core.files import digest
+from fedstill.core.records import NOTHING, Reply, Stage, State
+from fedstill.core.screen import Rules
+from fedstill.core.stage_results import StageResult
 from fedstill.core.trees import same_bits
 from fedstill.running import journal as journals
 from fedstill.running.checkpoint import Checkpoints
@@ -141,6 +146,19 @@ def test_below_the_quorum_the_run_stops_with_the_last_good_state(tmp_path: Path)
     assert state.round == 1
     assert state.stage == 1
     assert same_bits(state.params, short.model)
+
+
+@pytest.mark.parametrize(("quorum", "clients", "needed"), [(0.55, 100, 55), (0.28, 25, 7)])
+def test_a_quorum_is_exact_in_decimal_numbers(quorum: float, clients: int, needed: int) -> None:
+    """In binary numbers, 0.55 of 100 is more than 55."""
+    payloads = dict.fromkeys(range(clients), NOTHING)
+    stage = Stage(1, 0, "train", tuple(range(clients)))
+    accepted = [Reply(client, NOTHING, 1) for client in range(needed)]
+    result = StageResult(stage, payloads, accepted, (), before=State({}), after=State({}))
+
+    check_quorum(result, Rules(quorum=quorum))
+    with pytest.raises(TooFewReplies):
+        check_quorum(replace(result, accepted=accepted[:-1]), Rules(quorum=quorum))
 
 
 def test_a_failed_link_of_a_chain_is_skipped(tmp_path: Path) -> None:
