@@ -118,14 +118,26 @@ def test_a_damaged_model_is_named(tmp_path: Path) -> None:
 
 
 def test_seeds_that_start_from_their_own_seed_are_one_group(first: Path, tmp_path: Path) -> None:
-    second = tmp_path / "trained long" / "seed8"
-    run(toys.toy(**SMALL, seed=8), second, data=toys.blobs())
-    run(started_from(first, seed=7), tmp_path / "visits" / "seed7", data=toys.blobs())
-    run(started_from(second, seed=8), tmp_path / "visits" / "seed8", data=toys.blobs())
+    shutil.copytree(first, first.parent / "seed8")
+    for seed in (7, 8):
+        start = first.parent / f"seed{seed}"
+        run(started_from(start, seed=seed), tmp_path / "visits" / f"seed{seed}", data=toys.blobs())
+
     (group,) = groups([tmp_path / "visits"])
 
-    assert group.settings["start_from"] == "trained long"
+    assert group.settings["start_from"] == first.parent.as_posix()
     assert group.seeds == [7, 8]
+
+
+def test_runs_that_start_from_folders_of_one_name_are_two_groups(
+    first: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other" / first.parent.name / first.name
+    shutil.copytree(first, other)
+    for number, start in enumerate((first, other)):
+        run(started_from(start), tmp_path / "visits" / str(number), data=toys.blobs())
+
+    assert len(groups([tmp_path / "visits"])) == 2
 
 
 def test_a_run_waits_for_the_one_that_it_starts_from(tmp_path: Path) -> None:

@@ -267,3 +267,31 @@ def test_a_grid_of_a_value_that_is_no_list_is_refused(grid: dict[str, Any], tmp_
 
 def test_a_grid_may_be_an_array(tmp_path: Path) -> None:
     assert len(variants(Experiment(), tmp_path, grid={"plan.lr": np.array([0.1, 0.2])})) == 2
+
+
+METHOD = """
+from fedstill.core.registry import method
+from fedstill.methods.fedavg import FedAvg
+
+@method("mine")
+class Mine(FedAvg):
+    pass
+"""
+
+
+def test_methods_of_two_files_with_one_name_are_two_runs(tmp_path: Path) -> None:
+    files = [tmp_path / folder / "mine.py" for folder in ("first", "second")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(METHOD)
+
+    runs = variants(Experiment(), tmp_path / "out", [str(file) for file in files])
+
+    assert [run.label for run in runs] == [str(file) for file in files]
+    assert len({run.folder for run in runs}) == 2
+
+
+def test_values_that_differ_only_in_a_slash_have_folders_of_their_own(tmp_path: Path) -> None:
+    runs = variants(Experiment(), tmp_path, grid={"data.folder": ["a/b", "a-b"]})
+
+    assert len({run.folder for run in runs}) == 2

@@ -113,7 +113,7 @@ def variants(
             chosen = of_method.with_values(setting, "--grid")
             with_seeds = [with_seed(chosen, seed) for seed in seeds]
             runs += [_variant(seeded_run, setting, out) for seeded_run in with_seeds or [chosen]]
-    runs = _with_distinct_folders(runs, out)
+    runs = _with_distinct_folders(_with_distinct_labels(runs), out)
     if len({v.folder for v in runs}) != len(runs):
         raise ConfigError(
             "two runs of this comparison are the same; name each method, value and seed once"
@@ -205,19 +205,45 @@ def _variant(experiment: Experiment, setting: Mapping[str, Any], out: Path) -> V
     return Variant(label, experiment, settings, _of_seed(folder, settings))
 
 
+def _with_distinct_labels(runs: Sequence[Variant]) -> list[Variant]:
+    """The runs. If methods of different files have one label, it names the whole path."""
+    methods: dict[str, set[str]] = {}
+    for run in runs:
+        methods.setdefault(run.label, set()).add(run.settings.named.method.name)
+
+    distinct = []
+    for run in runs:
+        method = run.settings.named.method
+        if len(methods[run.label]) > 1:
+            run = replace(run, label=run.label.replace(method.label, method.name, 1))
+        distinct.append(run)
+    return distinct
+
+
 def _with_distinct_folders(runs: Sequence[Variant], out: Path) -> list[Variant]:
-    """The runs. If runs with different labels would share a folder, its name is the whole label."""
+    """The runs. If runs with different labels would share a folder, its name is the whole label; if
+    they would still share it, the label and its hash.
+    """
+    runs = _renamed(runs, lambda label: _folder(out, [label]))
+    return _renamed(runs, lambda label: _folder(out, [label, digest(os.fsencode(label))[:12]]))
+
+
+def _renamed(runs: Sequence[Variant], folder_of: Callable[[str], Path]) -> list[Variant]:
+    """The runs, with new folders where runs with different labels share one.
+
+    folder_of: the folder of a label without colons.
+    """
     labels: dict[Path, set[str]] = {}
     for run in runs:
         labels.setdefault(run.folder, set()).add(run.label)
 
-    distinct = []
+    renamed = []
     for run in runs:
         if len(labels[run.folder]) > 1:
-            folder = _folder(out, [run.label.replace(":", "-")])
+            folder = folder_of(run.label.replace(":", "-").lstrip("/"))
             run = replace(run, folder=_of_seed(folder, run.settings))
-        distinct.append(run)
-    return distinct
+        renamed.append(run)
+    return renamed
 
 
 def _folder(out: Path, words: Sequence[str]) -> Path:
@@ -661,10 +687,19 @@ class _Pool:
         """Carry out a run; its process starts now if there is none yet."""
         self.running += 1
         if not self.card:
-            return self.executor.submit(job)
+            return self._future(job)
         # A new process has this environment from its first instruction on, before it imports torch.
         with _visible_card(self.card), signals_blocked():
+            return self._future(job)
+
+    def _future(self, job: Callable[[], RunEnd]) -> Future[RunEnd]:
+        """The future of a run; if an idle process of the pool was killed, it has this error."""
+        try:
             return self.executor.submit(job)
+        except BrokenProcessPool as error:
+            failed: Future[RunEnd] = Future()
+            failed.set_exception(error)
+            return failed
 
 
 @dataclass(frozen=True)

@@ -514,21 +514,23 @@ def settings_but_seed(settings: Mapping[str, Any], start: Mapping[str, Any]) -> 
     if not isinstance(sources, Mapping):
         sources = {}
     for path, sha in sources.items():
-        shared[f"sources.{PurePath(path).name}"] = str(sha)[:12]
+        # Files of one name in several folders have one key, with the digests of all of them.
+        key = f"sources.{PurePath(path).name}"
+        shared[key] = f"{shared.get(key, '')} {str(sha)[:12]}".lstrip()
     if "start_from" in shared:
         shared["start_from"] = _without_seed(str(shared["start_from"]))
     return shared
 
 
 def _without_seed(source: str) -> str:
-    """The name of a run in a path to its model: without the file and the folder of its seed."""
+    """The path of a run to its model, without the file and the folder of its seed."""
     parts = [
         part
         for part in PurePath(source).parts
         if part != "model.safetensors" and not re.fullmatch(r"seed\d+", part)
     ]
     if parts:
-        return parts[-1]
+        return PurePath(*parts).as_posix()
     return source
 
 
