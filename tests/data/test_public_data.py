@@ -115,6 +115,28 @@ def test_images_are_resized_the_same_however_many_at_once(monkeypatch: pytest.Mo
     assert torch.equal(client_data._resized(draw, (1, 4, 4)), all_at_once)
 
 
+def test_pixels_that_are_floats_are_resized_without_rounding() -> None:
+    pixels = torch.rand(2, 3, 4, 4)
+
+    resized = client_data._resized(pixels, (1, 4, 4))
+
+    torch.testing.assert_close(resized, pixels.mean(1, keepdim=True))
+
+
+def test_public_pixels_have_the_type_of_the_runs_pixels(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "from fedstill import from_tensors\n"
+        "def floats():\n"
+        f"    images = torch.rand(8, 1, {toys.SIDE}, {toys.SIDE})\n"
+        "    labels = torch.arange(8) % 4\n"
+        "    return from_tensors('floats', (images, labels), (images, labels))\n"
+    )
+
+    with pytest.raises(DataError, match=r"float32.*uint8"):
+        public(public_from=f"{tmp_path}/mine.py:floats", public_resize=True, public_labels=False)
+
+
 def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
     folder = images(tmp_path / "mine")
     (folder / "004.png").write_bytes(b"not a picture")

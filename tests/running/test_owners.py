@@ -117,6 +117,17 @@ def test_train_and_test_in_one_pool_give_every_owner_a_share_of_all_its_rows() -
         ready({"pool": True, "own_test": "column"})
 
 
+def test_a_pool_without_any_test_example_is_refused() -> None:
+    values, labels = rows(3, seed=0)
+    examples = Examples(values, labels, owners=torch.arange(3))
+    data = replace(hospitals(), train=examples, test=examples.take(torch.arange(0)))
+    table = {"kind": "column", "column": "client", "pool": True, "own_test": 0.25}
+    experiment = toys.toy(partition=table, topology={"clients": 3}, model="logistic")
+
+    with pytest.raises(ConfigError, match=r"partition\.pool and partition\.own_test"):
+        prepare(resolve(experiment), data)
+
+
 def test_owners_with_too_few_examples_are_left_out_and_the_number_of_clients_is_named() -> None:
     run = ready({"least": 15}, topology={"clients": 2})
     assert run.client_names == ("bern", "chur")

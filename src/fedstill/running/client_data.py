@@ -67,6 +67,7 @@ class ExampleForm:
 
     shape: the shape of an example. classes: the names of the classes. mean, std: those of pixels.
     about: the kind of examples. reading: keywords of ``load_dataset`` for files without images.
+    dtype: the type of the values; None if it is not known.
     """
 
     shape: tuple[int, ...]
@@ -75,6 +76,7 @@ class ExampleForm:
     std: tuple[float, ...] = ()
     about: DatasetInfo = IMAGE_INFO
     reading: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
 
     @property
     def plural(self) -> str:
@@ -113,6 +115,7 @@ def set_public_apart(settings: Settings, dataset: Dataset, train: Examples) -> P
         std=dataset.std,
         about=dataset.about,
         reading=reading_like(data, dataset.about),
+        dtype=train.values.dtype,
     )
     if data.public_from == NOISE:
         public = _noise(settings, form)
@@ -279,11 +282,20 @@ def _naming_the_key(is_in_config: bool) -> Iterator[None]:
 
 
 def _check_kind(form: ExampleForm, source: str, dataset: Dataset) -> None:
-    """Raise DataError for examples whose kind or vocabulary differs from the run's."""
+    """Raise DataError for examples whose kind, vocabulary or scale of pixels differs from the
+    run's.
+    """
     if dataset.about.kind != form.about.kind or dataset.vocabulary != form.about.vocabulary:
         raise DataError(
             f"the public examples of {source} are {dataset.many}, but the run's are {form.plural}; "
             f"set data.public_from to a source of {form.plural}"
+        )
+    # Pixels in uint8 are normalised, others are inputs as they are.
+    dtype = dataset.train.values.dtype
+    if form.are_images and form.dtype is not None and dtype != form.dtype:
+        raise DataError(
+            f"the public images of {source} are {dtype}, but the run's are {form.dtype}, so their "
+            "pixels would have different scales; convert one of them"
         )
 
 
@@ -353,6 +365,8 @@ def _block_resized(images: Tensor, shape: tuple[int, ...]) -> Tensor:
         block = torch.nn.functional.interpolate(
             block, (height, width), mode="bilinear", antialias=True
         )
+    if images.dtype != torch.uint8:
+        return block
     return block.round().clamp(0, 255).to(torch.uint8)
 
 
@@ -618,6 +632,11 @@ def _with_client_tests(
         )
     test = data.test
     if fields.get("pool"):
+        if not client_tests:
+            raise ConfigError(
+                "partition.pool and partition.own_test: no client has two examples, so there are "
+                "no test examples; choose another partition.column, or set pool = false"
+            )
         test = concatenated(list(client_tests.values()))
     return replace(data, split=split, full_split=full_split, client_tests=client_tests, test=test)
 
