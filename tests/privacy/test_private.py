@@ -27,12 +27,23 @@ from fedstill.core.capabilities import Permit
 from fedstill.core.errors import BudgetSpent, ConfigError, IncompatibleMethod, Refused
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.method import ClientWork
-from fedstill.core.records import NOTHING, Payload, Plan, Reply, Stage, TrainingStart, View
+from fedstill.core.records import (
+    NOTHING,
+    Payload,
+    Plan,
+    Reply,
+    Stage,
+    Tensors,
+    TrainingStart,
+    View,
+)
+from fedstill.core.registry import register
 from fedstill.core.trees import same_bits
 from fedstill.data.inputs import augment
 from fedstill.engines.clients import TrainingSetup
 from fedstill.engines.loop import train
 from fedstill.flower.messages import Request
+from fedstill.methods.fedavg import FedAvg
 from fedstill.privacy.extensions import TrainingBudget, WithinBudget
 from fedstill.privacy.leakage import epsilon_at_least
 from fedstill.privacy.noise import Privacy, gaussian_epsilon, rows_of
@@ -623,3 +634,23 @@ def test_over_flower_it_has_the_same_bits(tmp_path: Path) -> None:
     over_flower = run(private("fedntd", engine="flower"), tmp_path / "flower", data=toys.blobs())
     accuracies = [event["class_accuracy"] for event in simulated.history]
     assert [event["class_accuracy"] for event in over_flower.history] == accuracies
+
+
+class Moved(ClientWork):
+    """Computes its gradient at other parameters."""
+
+    def perturb(self, params: Tensors, grads: Tensors, start: TrainingStart) -> Tensors:
+        return {name: value + 0.1 * grads[name] for name, value in params.items()}
+
+
+@register("method", "toy_moved")
+class WithMovedClients(FedAvg):
+    """A user's method that still has the permits of FedAvg."""
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Moved()
+
+
+def test_gradients_at_other_parameters_are_refused() -> None:
+    with pytest.raises(IncompatibleMethod, match=r"toy_moved: Moved\.perturb"):
+        prepare(resolve(private("toy_moved")), toys.blobs())

@@ -47,6 +47,15 @@ def test_the_first_row_that_fails_is_the_error(
         check_run(settings, run.world, run.sites)
 
 
+def test_a_robust_mean_needs_several_clients_in_the_methods_own_stage() -> None:
+    """The stage that fits all clients first has more of them."""
+    topology = {"clients": 10, "sampled": 2, "first": "fit"}
+    experiment = toys.toy({"name": "fedavg", "aggregation": "median"}, topology=topology)
+
+    with pytest.raises(IncompatibleMethod, match="needs at least 3 clients side by side"):
+        prepare(resolve(experiment), toys.blobs())
+
+
 def test_rows_of_a_package_that_is_absent_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     run = ready()
     settings = resolve(toys.toy("fednova", privacy={"secure_sum": True}))

@@ -18,7 +18,16 @@ from fedstill import Experiment
 from fedstill.cli.explain import run_estimate
 from fedstill.config.resolve import resolve
 from fedstill.core.method import ClientWork
-from fedstill.core.records import ModelSpec, Payload, Plan, Stage, Step, TrainingStart
+from fedstill.core.records import (
+    ModelSpec,
+    Payload,
+    Plan,
+    Stage,
+    Step,
+    TrainingStart,
+    View,
+    World,
+)
 from fedstill.core.registry import register
 from fedstill.engines import vectorised
 from fedstill.engines.passes import forward_flops
@@ -136,6 +145,17 @@ class Draws(ClientWork):
         return {"ce": terms["ce"] * torch.rand(len(step.y))}
 
 
+class DrawsAtBegin(ClientWork):
+    """Its start has random noise."""
+
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        start = super().begin(payload, client_state, view, world)
+        noised = {name: v + 0.1 * torch.randn_like(v) for name, v in start.params.items()}
+        return replace(start, params=noised)
+
+
 @dataclass(frozen=True)
 class Custom(FedAvg):
     """FedAvg with a client's part of these tests."""
@@ -160,6 +180,13 @@ class CustomThatDraws(Custom):
     work_type = Draws
 
 
+@register("method", "toy_draws_at_begin")
+class CustomThatDrawsAtBegin(Custom):
+    """Cannot be stacked, for the same reason."""
+
+    work_type = DrawsAtBegin
+
+
 def chosen(method: object = "fedavg", **changes: object) -> Prepared:
     """A prepared run for which arithmetic has chosen the engine."""
     return prepare(resolve(toys.toy(method, **{"engine": "auto", **changes})), toys.blobs())
@@ -171,7 +198,11 @@ def test_auto_is_the_default() -> None:
 
 @pytest.mark.parametrize(
     ("method", "word"),
-    [("toy_looks_at_numbers", "LooksAtNumbers"), ("toy_draws", "Draws")],
+    [
+        ("toy_looks_at_numbers", "LooksAtNumbers"),
+        ("toy_draws", "Draws"),
+        ("toy_draws_at_begin", "DrawsAtBegin"),
+    ],
 )
 def test_a_method_that_cannot_be_stacked_is_pooled(method: str, word: str, tmp_path: Path) -> None:
     prepared = chosen(method)

@@ -85,6 +85,8 @@ class VectorisedEngine(PooledEngine):
                     replies |= self._cohort_replies(setup, jobs)
             return [replies[client] for client in clients]
         except SharedDraw:
+            # Later stages are still stacked if they draw nothing: a resumed run would not know
+            # about this stage, and stacking changes the last bits.
             pass
         # Outside the except clause, because otherwise errors of clients would be chained to
         # SharedDraw.
@@ -103,17 +105,22 @@ class VectorisedEngine(PooledEngine):
         client = min(clients, key=lambda c: (sizes[c], c))
         plan = replace(self.world.plans[stage.name], epochs=0, steps=1)
         setup = self._training_setup(plan, stage, seed)
-        started = self._begin(ClientJob(work, stage, client, payloads[client], seed))
+        draws = f"{type(work).__name__} draws from torch's global generator"
+        try:
+            with self._sharing_generators(stage, seed):
+                started = self._begin(ClientJob(work, stage, client, payloads[client], seed))
+        except SharedDraw:
+            return draws
         if not _is_stackable(started, setup):
             return ""
         try:
             with self._set_up(stage), self._sharing_generators(stage, seed):
                 self._train_group(setup, [started, started])
         except SharedDraw:
-            return f"{type(work).__name__} draws from torch's global generator"
+            return draws
         except Exception as error:
             if _is_draw_under_vmap(error):
-                return f"{type(work).__name__} draws from torch's global generator"
+                return draws
             # After an interrupt, torch.func fails in its clean-up.
             if isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None

@@ -19,6 +19,7 @@ from fedstill.core.capabilities import Permit
 from fedstill.core.errors import ConfigError, IncompatibleMethod, on_one_line
 from fedstill.core.files import counted
 from fedstill.core.label_counts import CENSUS
+from fedstill.core.method import ClientWork
 from fedstill.core.records import SERVER, Payload, Reply, Stage, State, Tensors
 from fedstill.engines.vectorised import stacking_obstacle
 from fedstill.measures.base import Measure
@@ -53,6 +54,20 @@ def forbidden_private_training(run: PlannedRun) -> str:
         "than the gradients of single examples, or send more than a model; choose fedavg, fedprox, "
         "fedntd or another method that permits private_training"
     )
+
+
+def perturbed_gradients(run: PlannedRun) -> str:
+    """The gradient is computed at other parameters, which a pass without noise chooses."""
+    for stage in run.first_round:
+        if stage.name not in run.method.stages:
+            continue
+        work = type(run.method.work(stage))
+        if work.perturb is not ClientWork.perturb:
+            return (
+                f"privacy.gradient_clip with method {run.method_name}: {work.__name__}.perturb "
+                "would use the examples without noise; choose a method without perturb"
+            )
+    return ""
 
 
 def stage_without_noise(run: PlannedRun) -> str:
@@ -353,6 +368,7 @@ def _tensors(group: object) -> Tensors:
 RULES: tuple[Rule[PlannedRun], ...] = (
     Rule(trains_privately, missing_opacus, ConfigError, at_sites=True),
     Rule(trains_privately, forbidden_private_training, at_sites=True),
+    Rule(trains_privately, perturbed_gradients, at_sites=True),
     Rule(trains_privately, stage_without_noise, ConfigError, at_sites=True),
     Rule(trains_privately, changing_data, ConfigError, at_sites=True),
     Rule(trains_privately, low_precision, ConfigError, at_sites=True),

@@ -581,8 +581,9 @@ def forbidden_robust_mean(run: PlannedRun) -> str:
 
 
 def too_few_compared(run: PlannedRun) -> str:
-    """Too few clients in a stage for a robust mean."""
-    largest_stage = max(len(stage.clients) for stage in run.first_round)
+    """Too few clients in the method's stages for a robust mean."""
+    stages = [stage for stage in run.first_round if stage.name in run.method.stages]
+    largest_stage = max((len(stage.clients) for stage in stages), default=0)
     if largest_stage >= FEWEST_COMPARED:
         return ""
     return (
