@@ -275,3 +275,15 @@ def test_loading_does_not_import_torch(runs: Path) -> None:
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     assert output.split() == ["True", "False"]
+
+
+def test_numbers_of_users_measures_are_not_summed() -> None:
+    start = {"event": "start", "classes": ["a"]}
+    rounds = [
+        {"event": "round", "round": number, "refused_share": 0.5, "refused": 1} for number in (1, 2)
+    ]
+
+    summary = RunNumbers.of([start, *rounds]).summary
+
+    assert summary["refused_share"] == 0.5
+    assert summary["refused"] == 2

@@ -47,8 +47,20 @@ ROUND_AXES = frozenset({"round"})
 ALWAYS_SUMMED = ("seconds", "bytes_up", "bytes_down")
 """Metrics that every run has in its summary; 0 if they were not recorded."""
 
-SUMMED_PREFIXES = ("seconds", "bytes_", "replies", "refused")
-"""Prefixes of metrics that a summary sums over rounds."""
+SUMMED_METRICS = frozenset(
+    {
+        *ALWAYS_SUMMED,
+        "seconds_training",
+        "seconds_measuring",
+        "seconds_saving",
+        "seconds_clients",
+        "seconds_cpu",
+        "bytes_as_weights",
+        "replies",
+        "refused",
+    }
+)
+"""Metrics that a summary sums over rounds. All others are those of a round."""
 
 LAST_ROUND_METRICS = ("accuracy", "forgetting", "epsilon", *METRICS)
 """Metrics that a run has in its summary only if the last round has them."""
@@ -393,8 +405,8 @@ class RunNumbers:
 
         Seconds, bytes and replies are sums over rounds. ``accuracy``, ``forgetting``, ``epsilon``
         and the metrics of ``metrics.classification`` are the last round's, all others the latest
-        that was measured. To these come ``best_accuracy``, ``mean_accuracy_last_10``, the best
-        round's value of each metric and, for runs with tasks, ``over_tasks``.
+        that was measured. In addition, it has ``best_accuracy``, ``mean_accuracy_last_10``, the
+        best round's value of each metric and, for runs with tasks, ``over_tasks``.
         """
         if not self.rounds:
             return {}
@@ -405,7 +417,7 @@ class RunNumbers:
             curve = self.by_round(metric)
             if metric in LAST_ROUND_METRICS:
                 curve = {number: curve[number] for number in self.rounds[-1:] if number in curve}
-            if metric in ALWAYS_SUMMED or (curve and metric.startswith(SUMMED_PREFIXES)):
+            if metric in ALWAYS_SUMMED or (curve and metric in SUMMED_METRICS):
                 numbers[metric] = sum(curve.values())
             elif curve:
                 numbers[metric] = curve[max(curve)]
