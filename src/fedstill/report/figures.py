@@ -79,7 +79,7 @@ def figures_json(figures: Sequence[Figure]) -> str:
     """Figures as JSON for the page's script. Numbers that are not finite become null.
 
     No text in it can end a script element or change the direction of other text, because < and >
-    are escaped and control characters are replaced.
+    are escaped, and control characters are escaped or replaced.
     """
     plain_figures = [{"data": figure.traces, "layout": figure.layout} for figure in figures]
     try:
