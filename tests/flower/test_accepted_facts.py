@@ -15,13 +15,12 @@ import pytest
 from fedstill.config.experiment import Experiment
 from fedstill.core.errors import Refused, TooFewReplies
 from fedstill.core.files import digest
-from fedstill.flower.engine import LoopbackGrid
 from fedstill.flower.facts import Facts, accepted_text
 from fedstill.flower.messages import PUBLIC_REASONS, Request, SiteReply
-from fedstill.flower.site import MOST_OFFERED, OFFERED, StageExecutor, client_app
+from fedstill.flower.site import MOST_OFFERED, OFFERED, StageExecutor
 from fedstill.flower.site_settings import Site
 from fedstill.running.runner import run
-from flowers import needs_flower
+from flowers import executor_grid, needs_flower
 
 pytestmark = [needs_flower, pytest.mark.usefixtures("with_threads")]
 
@@ -60,25 +59,17 @@ def experiment(**data: Any) -> Experiment:
 
 def honest(place: Path, **data: Any) -> list[Request]:
     """The requests to client 0 in a run, whose sites accept everything."""
-    executors = {
-        client: StageExecutor(hospital(place / "honest", client)) for client in range(CLIENTS)
-    }
+    sites = [hospital(place / "honest", client) for client in range(CLIENTS)]
+    executors = [StageExecutor(site) for site in sites]
     requests: list[Request] = []
 
-    def executor_of(context: Any) -> tuple[int, Callable[[Request], SiteReply]]:
-        client = int(context.node_config["partition-id"])
+    def answer(request: Request) -> SiteReply:
+        if request.client == 0:
+            requests.append(request)
+        return executors[request.client](request)
 
-        def answer(request: Request) -> SiteReply:
-            requests.extend([request] if client == 0 else [])
-            return executors[client](request)
-
-        return client, answer
-
-    run(
-        experiment(**data),
-        place / "run",
-        grid=LoopbackGrid(client_app(executor_of, 1 << 30), range(CLIENTS)),
-    )
+    grid = executor_grid(dict.fromkeys(range(CLIENTS), answer))
+    run(experiment(**data), place / "run", grid=grid)
     return requests
 
 
@@ -99,10 +90,12 @@ def summed(tmp_path_factory: pytest.TempPathFactory) -> list[Request]:
 
 
 def accepted(request: Request) -> str:
+    """The SHA-256 with which an operator accepts a request."""
     return digest(accepted_text(request.config, request.facts).encode())
 
 
 def with_facts(request: Request, **changes: Any) -> Request:
+    """The request with some other facts."""
     return replace(request, facts={**request.facts, **changes})
 
 
@@ -132,11 +125,13 @@ CHANGES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
-def test_a_site_accepts_facts_with_the_config(what: str, declared: Request, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_site_accepts_facts_with_the_config(
+    change: str, declared: Request, tmp_path: Path
+) -> None:
     site = replace(hospital(tmp_path, 0), accept=(accepted(declared),))
     assert not StageExecutor(site)(declared).failure
-    hostile = with_facts(declared, **CHANGES[what](declared.facts))
+    hostile = with_facts(declared, **CHANGES[change](declared.facts))
     reply = StageExecutor(replace(site, memory=tmp_path / "new"))(hostile)
     assert PUBLIC_REASONS["accept"] in reply.failure or PUBLIC_REASONS["request"] in reply.failure
     assert not reply.content
@@ -152,11 +147,11 @@ def test_the_config_alone_is_not_enough(declared: Request, tmp_path: Path) -> No
         assert not reply.content
 
 
-@pytest.mark.parametrize("what", ["columns", "one column more", "classes", "kind"])
+@pytest.mark.parametrize("change", ["columns", "one column more", "classes", "kind"])
 def test_facts_that_contradict_the_config_are_refused_by_a_site_that_accepts_all(
-    what: str, declared: Request, tmp_path: Path
+    change: str, declared: Request, tmp_path: Path
 ) -> None:
-    hostile = with_facts(declared, **CHANGES[what](declared.facts))
+    hostile = with_facts(declared, **CHANGES[change](declared.facts))
     reply = StageExecutor(hospital(tmp_path, 0))(hostile)
     assert PUBLIC_REASONS["config"] in reply.failure
     assert not reply.content
@@ -179,7 +174,8 @@ def test_what_is_not_accepted_is_written_for_the_operator(
     StageExecutor(site)(declared)
     (offered,) = (site.memory / OFFERED).iterdir()
     tree = tomllib.loads(offered.read_text(encoding="utf-8"))
-    assert tree["data"]["columns"] == tree["facts"]["columns"] == COLUMNS
+    assert tree["data"]["columns"] == COLUMNS
+    assert tree["facts"]["columns"] == COLUMNS
     assert tree["facts"]["mean"] == DECLARED["mean"]
     assert not StageExecutor(replace(site, accept=(offered.stem,)))(declared).failure
 
@@ -215,27 +211,25 @@ def test_facts_do_not_change_within_a_run(declared: Request, tmp_path: Path) -> 
 def test_one_acceptance_covers_the_sums_and_the_training_by_them(
     summed: list[Request], tmp_path: Path
 ) -> None:
-    before, after = summed
-    assert not before.facts["mean"]
-    assert after.facts["mean"]
-    assert accepted(before) == accepted(after)
-    site = replace(hospital(tmp_path, 0), accept=(accepted(before),))
-    assert not StageExecutor(site)(before).failure
-    assert not StageExecutor(site)(after).failure
-    again = StageExecutor(site)(
-        with_facts(after, std=tuple(1e3 * value for value in after.facts["std"]))
-    )
-    assert PUBLIC_REASONS["request"] in again.failure
+    sums_request, training_request = summed
+    assert not sums_request.facts["mean"]
+    assert training_request.facts["mean"]
+    assert accepted(sums_request) == accepted(training_request)
+
+    site = replace(hospital(tmp_path, 0), accept=(accepted(sums_request),))
+    assert not StageExecutor(site)(sums_request).failure
+    assert not StageExecutor(site)(training_request).failure
+
+    wrong_std = tuple(1e3 * value for value in training_request.facts["std"])
+    refusal = StageExecutor(site)(with_facts(training_request, std=wrong_std))
+    assert PUBLIC_REASONS["request"] in refusal.failure
 
 
 def test_a_run_over_sites_that_have_accepted_another_stops(tmp_path: Path) -> None:
-    sites = [replace(hospital(tmp_path, c), accept=("0" * 64,)) for c in range(CLIENTS)]
-    app = client_app(
-        lambda c: (
-            c.node_config["partition-id"],
-            StageExecutor(sites[c.node_config["partition-id"]]),
-        ),
-        1 << 30,
-    )
+    executors = {
+        client: StageExecutor(replace(hospital(tmp_path, client), accept=("0" * 64,)))
+        for client in range(CLIENTS)
+    }
+
     with pytest.raises(TooFewReplies):
-        run(experiment(**DECLARED), tmp_path / "run", grid=LoopbackGrid(app, range(CLIENTS)))
+        run(experiment(**DECLARED), tmp_path / "run", grid=executor_grid(executors))

@@ -1,6 +1,4 @@
-"""What a client trains that is not its site's: another network, on given tensors; at the server
-without public data.
-"""
+"""Work that brings its own network and examples, at clients and at a server without public data."""
 
 from __future__ import annotations
 
@@ -45,8 +43,8 @@ POINTS = Examples(
 
 
 @dataclass(frozen=True)
-class FitsALine(ClientWork):
-    """Linear regression to classes, of its own network on its own points, whatever the site has."""
+class FitsLine(ClientWork):
+    """Logistic regression: a network of its own on its own points, independent of the site."""
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
@@ -61,94 +59,120 @@ class FitsALine(ClientWork):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload]:
-        assert view.model != LINE, "what the site has is as it was"
+        assert view.model != LINE, "the site's network is not replaced"
         return Payload(line=params), Payload()
 
 
-def ready(engine: str = "serial", **changes: object) -> Prepared:
-    return prepare(
-        resolve(toys.toy(engine=engine, measure=("local", "epochs"), measure_every=1, **changes)),
-        toys.blobs(),
-    )
+def prepared(engine: str = "serial", **changes: object) -> Prepared:
+    """A toy run whose clients are measured after each epoch."""
+    experiment = toys.toy(engine=engine, measure=("local", "epochs"), measure_every=1, **changes)
+    return prepare(resolve(experiment), toys.blobs())
 
 
 def replies(stage: Stage, engine: str = "serial", **changes: object) -> list[Reply]:
-    made = ready(engine, **changes)
-    payloads = {c: Payload() for c in stage.clients}
-    return (
-        replace(made, world=replace(made.world, plans={"train": PLAN}))
-        .engine()
-        .run(FitsALine(), stage, payloads, 7)
-    )
+    """The replies of a stage with that work."""
+    ready = prepared(engine, **changes)
+    ready = replace(ready, world=replace(ready.world, plans={"train": PLAN}))
+    payloads = {client: Payload() for client in stage.clients}
+    return ready.engine().run(FitsLine(), stage, payloads, 7)
 
 
 def fitted(stage: Stage, client: int) -> dict[str, Tensor]:
-    """The same with torch's own optimiser."""
+    """The same parameters with torch's own optimiser."""
     model = nn.Linear(3, 2)
     start = contract.initial(LINE, 0)
-    model.load_state_dict({k.removeprefix("head."): v for k, v in start.items()})
+    model.load_state_dict(
+        {"weight": start["head.weight"], "bias": start["head.bias"]},
+    )
     sgd = torch.optim.SGD(model.parameters(), lr=PLAN.lr, momentum=PLAN.momentum)
     order = generator(seed_for(7, stage.round, stage.index, client, "order"))
     for _ in range(PLAN.epochs):
         for index in torch.randperm(20, generator=order).split(PLAN.batch):
+            batch = POINTS.take(index)
             sgd.zero_grad()
-            nn.functional.cross_entropy(
-                model(POINTS.values[index]), POINTS.labels[index]
-            ).backward()
+            nn.functional.cross_entropy(model(batch.values), batch.labels).backward()
             sgd.step()
-    return {f"head.{k}": v.detach() for k, v in model.named_parameters()}
+    return {"head.weight": model.weight.detach(), "head.bias": model.bias.detach()}
 
 
-def test_the_server_trains_something_small_without_public_data() -> None:
+def test_the_server_trains_such_work_without_public_data() -> None:
+    """Its numbers are not those of a model of the site."""
     stage = Stage(1, 0, "train", (SERVER,), "public")
+
     (reply,) = replies(stage)
+
     assert not reply.failure
     torch.testing.assert_close(dict(reply.content.tensors("line")), fitted(stage, SERVER))
     assert reply.metrics["steps"] == 9
-    assert not {"correct_by_class", "site_accuracy"} & reply.metrics.keys(), (
-        "it is no model of the site"
-    )
+    assert reply.metrics.keys().isdisjoint({"correct_by_class", "site_accuracy"})
 
 
 @pytest.mark.parametrize("engine", ["serial", "pooled", "vectorised"])
 def test_clients_do_under_every_engine_each_in_its_own_order(engine: str) -> None:
     stage = Stage(1, 0, "train", (0, 1, 2))
+
     for reply in replies(stage, engine, clients=toys.TOLERANT):
         assert not reply.failure
-        torch.testing.assert_close(dict(reply.content.tensors("line")), fitted(stage, reply.client))
+        params = dict(reply.content.tensors("line"))
+        torch.testing.assert_close(params, fitted(stage, reply.client))
 
 
-def test_the_sites_own_network_and_data_said_aloud_change_no_bit() -> None:
-    made = ready()
-    stage = Stage(1, 0, "train", (0,))
-    view, start = made.sites.view(0, stage), made.world.initial(0)
-    setup = TrainingSetup(plan=PLAN, stage=stage, inputs=made.sites.inputs, seed=7)
-    silent = train(ClientWork(), TrainingStart(start), view, setup)
-    aloud = TrainingStart(start, model=view.model, examples=view.data)
-    assert same_bits(silent.params, train(ClientWork(), aloud, view, setup).params)
+@dataclass(frozen=True)
+class Client:
+    """Client 0 in the first stage of a run."""
+
+    ready: Prepared
+
+    @property
+    def view(self) -> View:
+        """What the client sees."""
+        return self.ready.sites.view(0, Stage(1, 0, "train", (0,)))
+
+    @property
+    def start(self) -> Tensors:
+        """The parameters that it receives."""
+        return self.ready.world.initial(0)
+
+    def trained(self, start: TrainingStart, inputs: Inputs | None = None) -> Tensors:
+        """The parameters after training from a start; with other inputs than the run's."""
+        setup = TrainingSetup(
+            plan=PLAN,
+            stage=Stage(1, 0, "train", (0,)),
+            inputs=inputs or self.ready.sites.inputs,
+            seed=7,
+        )
+        return train(ClientWork(), start, self.view, setup).params
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_given_examples_are_taken_as_they_are_where_a_network_is_named(named: bool) -> None:
-    made = ready(data={"augment": ["flip"]})
-    stage = Stage(1, 0, "train", (0,))
-    view, start = made.sites.view(0, stage), made.world.initial(0)
-    plain = Inputs(made.sites.inputs.mean, made.sites.inputs.std)
-    assert made.sites.inputs.steps
-    setup = TrainingSetup(plan=PLAN, stage=stage, inputs=made.sites.inputs, seed=7)
-    carry = TrainingStart(start, examples=view.data, model=view.model if named else None)
-    given = train(ClientWork(), carry, view, setup)
-    inputs = plain if named else made.sites.inputs
-    same = train(ClientWork(), TrainingStart(start), view, replace(setup, inputs=inputs))
-    assert same_bits(given.params, same.params)
+def test_naming_the_sites_own_network_and_data_changes_no_bit() -> None:
+    client = Client(prepared())
+    explicit = TrainingStart(client.start, model=client.view.model, examples=client.view.data)
+
+    assert same_bits(client.trained(explicit), client.trained(TrainingStart(client.start)))
 
 
-def test_only_says_which_of_the_given_examples() -> None:
-    made = ready()
-    stage, some = Stage(1, 0, "train", (0,)), torch.tensor([3, 1, 2])
-    view, start = made.sites.view(0, stage), contract.initial(LINE, 0)
-    few = TrainingStart(start, model=LINE, examples=POINTS, only=some)
-    same = TrainingStart(start, model=LINE, examples=POINTS.take(some))
-    setup = TrainingSetup(plan=PLAN, stage=stage, inputs=made.sites.inputs, seed=7)
-    trained = [train(ClientWork(), carry, view, setup).params for carry in (few, same)]
-    assert same_bits(*trained)
+@pytest.mark.parametrize("names_network", [True, False])
+def test_examples_are_not_augmented_if_a_network_is_named(names_network: bool) -> None:
+    client = Client(prepared(data={"augment": ["flip"]}))
+    augmenting = client.ready.sites.inputs
+    assert augmenting.steps
+    with_examples = TrainingStart(client.start, examples=client.view.data)
+    inputs = augmenting
+    if names_network:
+        with_examples = replace(with_examples, model=client.view.model)
+        inputs = Inputs(augmenting.mean, augmenting.std)
+
+    params = client.trained(with_examples)
+
+    expected = client.trained(TrainingStart(client.start), inputs)
+    assert same_bits(params, expected)
+
+
+def test_only_selects_among_the_examples() -> None:
+    client = Client(prepared())
+    start = contract.initial(LINE, 0)
+    positions = torch.tensor([3, 1, 2])
+    selecting = TrainingStart(start, model=LINE, examples=POINTS, only=positions)
+    selected = TrainingStart(start, model=LINE, examples=POINTS.take(positions))
+
+    assert same_bits(client.trained(selecting), client.trained(selected))

@@ -124,13 +124,13 @@ def is_ended(connection: socket.socket, seconds: float = 30.0) -> bool:
         return True
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: x\r\n"])
+@pytest.mark.parametrize("head", [b"", b"GET / HTTP/1.1\r\nhost: x\r\n"])
 def test_a_connection_without_a_whole_head_ends(
-    sent: bytes, web: Web, monkeypatch: pytest.MonkeyPatch
+    head: bytes, web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(superlink, "HEAD_SECONDS", 0.2)
     with web.encrypted() as connection:
-        connection.sendall(sent)
+        connection.sendall(head)
         assert is_ended(connection)
     web.until_open(0)
 
@@ -189,21 +189,26 @@ def test_an_address_has_half_of_the_connections() -> None:
     connections = Connections(4)
     pairs = [socket.socketpair() for _ in range(6)]
     addresses = ["a", "a", "b", "b", "c", "a"]
-    made = [
-        superlink.Connection(one.detach(), (address, port), connections)
-        for port, ((one, _), address) in enumerate(zip(pairs, addresses, strict=True))
+    peers = [
+        superlink.Connection(near.detach(), (address, port), connections)
+        for port, ((near, _), address) in enumerate(zip(pairs, addresses, strict=True))
     ]
-    assert all(connections.admit(one) for one in made[:4])
-    for peer in (("a", 0), ("b", 2), ("b", 3)):
-        connections.trust(peer)
-    assert connections.admit(made[4]), "the one of address a that is not trusted makes room"
-    assert made[1].is_evicted
-    assert connections.admit(made[5])
-    assert made[4].is_evicted
+    assert all(connections.admit(peer) for peer in peers[:4])
+    connections.trust(("a", 0))
+    connections.trust(("b", 2))
+    connections.trust(("b", 3))
+
+    assert connections.admit(peers[4]), "the one of address a that is not trusted makes room"
+    assert peers[1].is_evicted
+    assert connections.admit(peers[5])
+    assert peers[4].is_evicted
     assert len(connections) == 4
-    for one in made:
-        one.close()
-    assert (len(connections), connections._of_address, connections._evicted) == (0, {}, 0)
+
+    for peer in peers:
+        peer.close()
+    assert len(connections) == 0
+    assert connections._of_address == {}
+    assert connections._evicted == 0
     for _, far in pairs:
         far.close()
 
@@ -211,10 +216,10 @@ def test_an_address_has_half_of_the_connections() -> None:
 def test_too_few_files_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"soft": 1024, "hard": 1024}
     monkeypatch.setattr(
-        superlink.resource, "getrlimit", lambda what: (limits["soft"], limits["hard"])
+        superlink.resource, "getrlimit", lambda limit: (limits["soft"], limits["hard"])
     )
     raised: list[Any] = []
-    monkeypatch.setattr(superlink.resource, "setrlimit", lambda what, to: raised.append(to))
+    monkeypatch.setattr(superlink.resource, "setrlimit", lambda limit, to: raised.append(to))
     assert superlink.allowed_connections() == 1024 - superlink.RESERVED_FILES
     limits["hard"] = 100_000
     assert superlink.allowed_connections() == superlink.MAX_CONNECTIONS
@@ -225,8 +230,8 @@ def test_too_few_files_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_strangers_cannot_fill_the_log() -> None:
-    now = 1000.0
-    few = superlink.FewLines(lambda: now)
+    clock_time = 1000.0
+    few = superlink.FewLines(lambda: clock_time)
 
     def lines(text: str, count: int) -> list[str]:
         records = [logging.LogRecord("x", 30, "", 0, text, ("y",), None) for _ in range(count)]
@@ -237,7 +242,7 @@ def test_strangers_cannot_fill_the_log() -> None:
     assert set(logged[:-1]) == {"refused y"}
     assert f"{superlink.LOG_SECONDS:g} s" in logged[-1]
     assert lines("another %s", 1) == ["another y"]
-    now += superlink.LOG_SECONDS + 1
+    clock_time += superlink.LOG_SECONDS + 1
     assert lines("refused %s", 1) == ["refused y"]
 
 

@@ -63,7 +63,8 @@ def test_only_what_did_not_arrive_is_asked_again(
     silence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raises, kind = SILENCE[silence]
-    questions, clock = asked(monkeypatch, raises), iter(range(100))
+    questions = asked(monkeypatch, raises)
+    clock = iter(range(100))
     monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
     monkeypatch.setattr("time.sleep", lambda _: None)
     question: Callable[[], None] = lambda: Control("127.0.0.1:1", None, b"x" * 43).stop(1)  # noqa: E731
@@ -182,12 +183,12 @@ def test_sites_that_are_not_connected_are_named_when_they_change(
     monkeypatch.setattr(remote_runs, "site_states", site_states)
     server = SimpleNamespace()
     offline = remote_runs.OfflineSites(server, server)  # type: ignore[arg-type]
-    said = []
+    named_sites = []
     for _ in states:
         offline.announce()
         printed = capsys.readouterr().out
-        said.append([name for name in ("client0", "client1", "client2") if name in printed])
-    assert said == [["client0", "client2"], [], [], [], ["client1"]]
+        named_sites.append([name for name in ("client0", "client1", "client2") if name in printed])
+    assert named_sites == [["client0", "client2"], [], [], [], ["client1"]]
 
 
 def test_a_long_wait_for_sites_is_explained_once(

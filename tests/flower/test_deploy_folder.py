@@ -19,6 +19,7 @@ from fedstill.cli import call
 from fedstill.core.errors import ConfigError, RunExists
 from fedstill.flower.deployment import certificates, folder, programs
 from flowers import needs_flower
+from processes import free_port
 
 pytestmark = needs_flower
 
@@ -96,9 +97,9 @@ def test_a_client_gets_a_new_key_and_keeps_its_settings(tmp_path: Path) -> None:
     federation = made(tmp_path / "fed")
     site = federation.client(1) / "site.toml"
     site.write_text("client = 1\nmemory = 'elsewhere'\n")
-    before = (federation.server / "allowed/client1.pub").read_bytes()
+    former_key = (federation.server / "allowed/client1.pub").read_bytes()
     assert call(["deploy", "key", str(tmp_path / "fed"), "1"]) == 0
-    assert (federation.server / "allowed/client1.pub").read_bytes() != before
+    assert (federation.server / "allowed/client1.pub").read_bytes() != former_key
     assert site.read_text().endswith("'elsewhere'\n")
     assert call(["deploy", "key", str(tmp_path / "fed"), "2"]) == 2
 
@@ -172,11 +173,13 @@ def test_one_server_runs_from_a_folder_at_a_time_and_touches_nothing_of_the_othe
 ) -> None:
     federation = made(tmp_path / "fed")
     (federation.server / "link.toml").write_text("as it was")
-    before = {path: path.read_bytes() for path in federation.server.rglob("*") if path.is_file()}
+    original_files = {
+        path: path.read_bytes() for path in federation.server.rglob("*") if path.is_file()
+    }
     with programs.alone(federation.server, "a server"):
         assert call(["deploy", "server", str(federation.folder)]) == 1
-    after = {path: path.read_bytes() for path in federation.server.rglob("*") if path.is_file()}
-    assert {path: data for path, data in after.items() if path.name != "lock"} == before
+    files = {path: path.read_bytes() for path in federation.server.rglob("*") if path.is_file()}
+    assert {path: data for path, data in files.items() if path.name != "lock"} == original_files
     with programs.alone(federation.server, "a server"):
         pass
 
@@ -184,8 +187,8 @@ def test_one_server_runs_from_a_folder_at_a_time_and_touches_nothing_of_the_othe
 def test_another_program_on_the_port_is_not_taken_for_the_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as there:
-        federation = made(tmp_path / "fed", port=there.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as other_server:
+        federation = made(tmp_path / "fed", port=other_server.getsockname()[1])
         assert call(["deploy", "server", str(federation.folder)]) == 1
     assert federation.local in capsys.readouterr().err
 
@@ -193,10 +196,10 @@ def test_another_program_on_the_port_is_not_taken_for_the_server(
 def test_one_client_runs_from_a_folder_at_a_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = made(tmp_path / "fed").client(0)
-    with programs.alone(here, "a client"):
-        assert call(["deploy", "client", str(here)]) == 1
-    assert str(here) in capsys.readouterr().err
+    client_folder = made(tmp_path / "fed").client(0)
+    with programs.alone(client_folder, "a client"):
+        assert call(["deploy", "client", str(client_folder)]) == 1
+    assert str(client_folder) in capsys.readouterr().err
 
 
 def test_the_servers_certificate_is_for_its_hosts_and_signed_by_the_authority(
@@ -242,10 +245,10 @@ def test_what_cannot_be_is_refused_before_anything_is_made(
 
 def test_a_used_folder_is_not_touched(tmp_path: Path) -> None:
     made(tmp_path / "fed")
-    before = (tmp_path / "fed/ca.crt").read_bytes()
+    certificate = (tmp_path / "fed/ca.crt").read_bytes()
     with pytest.raises(RunExists, match="is not empty"):
         made(tmp_path / "fed")
-    assert (tmp_path / "fed/ca.crt").read_bytes() == before
+    assert (tmp_path / "fed/ca.crt").read_bytes() == certificate
 
 
 def test_the_server_starts_with_tls_and_listed_keys_unless_told_otherwise(tmp_path: Path) -> None:
@@ -319,26 +322,15 @@ def test_the_app_is_a_flower_app_of_two_imports(tmp_path: Path) -> None:
 def test_the_command_line_says_what_to_do_next(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The port is free, so that a server of this machine does not matter."""
     place = str(tmp_path / "fed")
-    assert (
-        call(
-            [
-                "deploy",
-                "init",
-                place,
-                "--clients",
-                "3",
-                "--host",
-                "fed.example.org",
-                "--listen",
-                "0.0.0.0",
-            ]
-        )
-        == 0
-    )
-    said = capsys.readouterr().out
-    assert f"fedstill deploy server {place}" in said
-    assert f"fedstill deploy client {place}/client2" in said
+    command = ["deploy", "init", place, "--clients", "3", "--port", str(free_port())]
+
+    assert call([*command, "--host", "fed.example.org", "--listen", "0.0.0.0"]) == 0
+
+    output = capsys.readouterr().out
+    assert f"fedstill deploy server {place}" in output
+    assert f"fedstill deploy client {place}/client2" in output
     assert call(["deploy", "server", place, "--insecure-for-testing"]) == 2
     assert call(["deploy", "client", str(tmp_path)]) == 2
     assert "deploy init" in capsys.readouterr().err
@@ -353,8 +345,10 @@ def test_nothing_of_flower_is_imported_before_it_is_needed() -> None:
         "'--help']);"
     )
     code += "print([m for m in ('flwr', 'ray', 'cryptography', 'torch') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.splitlines()[-1] == "[]"
 
 
 SUPERNODES = 2
@@ -362,7 +356,8 @@ SUPERNODES = 2
 
 
 def test_the_app_in_this_repository_is_what_init_writes(tmp_path: Path) -> None:
-    ours, written = Path(__file__).parents[2] / "deploy" / "flower-app", tmp_path / "flower-app"
+    ours = Path(__file__).parents[2] / "deploy" / "flower-app"
+    written = tmp_path / "flower-app"
     folder.write_app(written, SUPERNODES, fedstill.__version__)
     for path in (p.relative_to(written) for p in written.rglob("*") if p.is_file()):
         assert (ours / path).read_text() == (written / path).read_text(), f"write {path} anew"

@@ -20,16 +20,17 @@ from fedstill.flower.deployment import folder
 from fedstill.flower.deployment.folder import Federation
 from fedstill.flower.engine import LoopbackGrid
 from fedstill.flower.remote_runs import FlowerRuns
-from fedstill.flower.site import StageExecutor, client_app
 from fedstill.flower.site_settings import Site
 from fedstill.running.directory import settings_of
 from fedstill.running.journal import read_journal
 from fedstill.running.recording import Progress
 from fedstill.running.result import Result
 from fedstill.running.runner import run
-from flowers import needs_flower
+from flowers import needs_flower, site_grid
+from journals import journal_events, refusals
 from processes import deployed, events, fedstill_, over, same_bits, serial_of
 from processes import experiment as digits
+from run_bits import model_bytes
 
 pytestmark = [needs_flower, pytest.mark.uses("unlearning")]
 
@@ -75,6 +76,7 @@ def written(folder: Path, rows: pd.DataFrame) -> str:
 
 
 def site(place: Path, client: int) -> Site:
+    """A hospital, whose data are written once."""
     data = place / f"own{client}"
     if not data.is_dir():
         written(data, patients(client))
@@ -82,18 +84,11 @@ def site(place: Path, client: int) -> Site:
 
 
 def grid(place: Path, clients: list[int]) -> LoopbackGrid:
-    executors = {
-        client: StageExecutor(site(place, client), shows_reasons=True) for client in clients
-    }
-
-    def executor_of(context: Any) -> tuple[int, StageExecutor]:
-        client = context.node_config["partition-id"]
-        return client, executors[client]
-
-    return LoopbackGrid(client_app(executor_of, 1 << 30), clients)
+    """A grid of some hospitals."""
+    return site_grid([site(place, client) for client in clients])
 
 
-def experiment(data: dict[str, Any], **more: Any) -> Experiment:
+def experiment(data: dict[str, Any], **changes: Any) -> Experiment:
     return Experiment(
         rounds=2,
         model={"name": "logistic"},
@@ -101,11 +96,11 @@ def experiment(data: dict[str, Any], **more: Any) -> Experiment:
         topology={"clients": CLIENTS},
         data={**TABLE, **data},
         measure=(),
-        **more,
+        **changes,
     )
 
 
-def federated(federation: Federation, name: str, **more: Any) -> Path:
+def federated(federation: Federation, name: str, **changes: Any) -> Path:
     """The directory of a finished run at the three sites."""
     place = federation.folder.parent
     flower = {
@@ -116,7 +111,7 @@ def federated(federation: Federation, name: str, **more: Any) -> Path:
         "classes": CLASSES,
     }
     over_sites = experiment(
-        {"name": "none"}, engine="flower", flower=flower, keep_updates=True, **more
+        {"name": "none"}, engine="flower", flower=flower, keep_updates=True, **changes
     )
     run(over_sites, place / name, grid=grid(place, list(range(CLIENTS))))
     return place / name
@@ -154,11 +149,11 @@ def test_the_new_model_is_that_of_a_simulation_without_the_hospital(
         **METHODS[name],
     )
     run(simulated, place / "simulated")
-    models = [folder / "model.safetensors" for folder in (new, place / "simulated")]
-    assert models[0].read_bytes() == models[1].read_bytes()
-    events = [e for e in read_journal(new / "journal.jsonl") if e["event"] == "client"]
-    assert {event["client"] for event in events} == {0, 1}
-    assert not [event for event in events if "refused" in event]
+
+    assert model_bytes(new) == model_bytes(place / "simulated")
+    clients = journal_events(new, event="client")
+    assert {event["client"] for event in clients} == {0, 1}
+    assert not refusals(new)
     assert call(["unlearn", str(new), "--check"]) == 0
     assert "client 2" in capsys.readouterr().out
 
@@ -202,9 +197,8 @@ def test_a_run_that_started_from_the_models_of_its_runs_is_trained_again_from_th
     restarted = federated(
         federation, "again", start_from=str(expected), unlearning={"clients": [LEAVING]}
     )
-    models = [folder / "model.safetensors" for folder in (new, restarted, later)]
-    assert models[0].read_bytes() == models[1].read_bytes()
-    assert models[0].read_bytes() != models[2].read_bytes()
+    assert model_bytes(new) == model_bytes(restarted)
+    assert model_bytes(new) != model_bytes(later)
     assert (place / "first-without-client2-retraining" / "certificate.json").is_file()
     assert not list((first / "updates").glob("client2-*"))
     assert check_certificate(new).original_checked

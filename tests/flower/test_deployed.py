@@ -6,8 +6,10 @@ measured here.
 
 from __future__ import annotations
 
+import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,17 +19,18 @@ import toys
 from fedstill.data.sources import load_dataset
 from fedstill.flower.deployment.control import Control
 from fedstill.flower.deployment.gate import HOLD_SECONDS
-from fedstill.flower.engine import LoopbackGrid
-from fedstill.flower.site import StageExecutor, client_app
+from fedstill.flower.site import StageExecutor
 from fedstill.flower.site_settings import load_site
-from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
-from flowers import needs_flower
+from flowers import executor_grid, needs_flower
+from journals import journal_events
 from processes import Deployment, events, experiment, over, same_bits, serial_of
+from run_bits import model_bytes
 
 pytestmark = [pytest.mark.slow, needs_flower]
 
-CLIENTS, TASKS = 3, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+CLIENTS = 3
+TASKS = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 METHODS = {
     "parallel": "scaffold",
@@ -42,31 +45,37 @@ def test_over_the_deployment_the_bits_are_the_serial_engines(
     topology: str, method: str, three: Deployment, tmp_path: Path
 ) -> None:
     """Two rounds; among peers one, which is all there is."""
-    changes = {"rounds": 1} if topology == "peer_to_peer" else {}
-    public = {"name": "digits", "public": toys.PUBLIC if topology == "public_logits" else 0}
-    what, began = experiment(method, topology, data=public, **changes), time.monotonic()
-    done = over(three, what, tmp_path / "run")
-    assert done.returncode == 0, (
-        done.stderr + three.log("server")[-3000:] + three.log("client0")[-3000:]
-    )
-    same_bits(tmp_path / "run", serial_of(what, tmp_path / "serial"))
-    rounds = [
-        f"{e['seconds_training']:.1f}"
-        for e in read_journal(tmp_path / "run/journal.jsonl")
-        if e["event"] == "round"
-    ]
+    changes: dict[str, Any] = {"data": {"name": "digits", "public": 0}}
+    if topology == "peer_to_peer":
+        changes["rounds"] = 1
+    if topology == "public_logits":
+        changes["data"]["public"] = toys.PUBLIC
+    trial = experiment(method, topology, **changes)
+    start = time.monotonic()
+
+    process = over(three, trial, tmp_path / "run")
+
+    seconds = time.monotonic() - start
+    assert process.returncode == 0, all_logs(three, process)
+    same_bits(tmp_path / "run", serial_of(trial, tmp_path / "serial"))
+    rounds = journal_events(tmp_path / "run", event="round")
+    seconds_by_round = ", ".join(f"{event['seconds_training']:.1f}" for event in rounds)
     print(
-        f"\n{topology} {method}: same bits; {time.monotonic() - began:.1f} s in all; s a round: "
-        f"{', '.join(rounds)}"
+        f"\n{topology} {method}: same bits; {seconds:.1f} s in all; s a round: {seconds_by_round}"
     )
+
+
+def all_logs(deployment: Deployment, process: subprocess.CompletedProcess[str]) -> str:
+    """The errors of a run's process, and the ends of the logs of the server and of client 0."""
+    return process.stderr + deployment.log("server")[-3000:] + deployment.log("client0")[-3000:]
 
 
 def test_a_healthy_run_logs_no_error(three: Deployment, tmp_path: Path) -> None:
     """Also after its end, when the server asks for the next run."""
     names = ["server", *(f"client{client}" for client in range(CLIENTS))]
     lengths = {name: len(three.log(name)) for name in names}
-    done = over(three, experiment("fedavg", "parallel"), tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+    process = over(three, experiment("fedavg", "parallel"), tmp_path / "run")
+    assert process.returncode == 0, process.stderr
     time.sleep(HOLD_SECONDS + 5)
     for name, length in lengths.items():
         log = three.log(name)[length:]
@@ -80,12 +89,12 @@ def test_a_run_starts_from_the_model_of_the_run_before_it(
 ) -> None:
     """The server sends the model to the sites. FedNTD distils from it in the first round."""
     first = experiment("fedavg", "parallel", measure=())
-    done = over(three, first, tmp_path / "first")
-    assert done.returncode == 0, done.stderr + three.log("server")[-3000:]
+    process = over(three, first, tmp_path / "first")
+    assert process.returncode == 0, process.stderr + three.log("server")[-3000:]
 
     second = experiment("fedntd", "parallel", start_from=str(tmp_path / "first"), seed=4)
-    done = over(three, second, tmp_path / "run")
-    assert done.returncode == 0, done.stderr + three.log("server")[-3000:]
+    process = over(three, second, tmp_path / "run")
+    assert process.returncode == 0, process.stderr + three.log("server")[-3000:]
     same_bits(tmp_path / "run", serial_of(second, tmp_path / "serial"))
     clients = [event for event in events(tmp_path / "run") if event["event"] == "client"]
     assert not [event for event in clients if "refused" in event]
@@ -106,19 +115,17 @@ def test_secure_sums_over_the_deployment_have_the_serial_engine_s_bits(
     three: Deployment, tmp_path: Path
 ) -> None:
     """Four messages a stage; what a site knows between two of them is on its disk."""
-    what, began = (
-        experiment("fedavg", "parallel", privacy={"secure_sum": True}, measure=()),
-        time.monotonic(),
-    )
-    done = over(three, what, tmp_path / "run")
-    assert done.returncode == 0, (
-        done.stderr + three.log("server")[-3000:] + three.log("client0")[-3000:]
-    )
-    same_bits(tmp_path / "run", serial_of(what, tmp_path / "serial"))
-    rounds = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "round"]
+    trial = experiment("fedavg", "parallel", privacy={"secure_sum": True}, measure=())
+    start = time.monotonic()
+
+    process = over(three, trial, tmp_path / "run")
+
+    seconds = time.monotonic() - start
+    assert process.returncode == 0, all_logs(three, process)
+    same_bits(tmp_path / "run", serial_of(trial, tmp_path / "serial"))
+    last_round = journal_events(tmp_path / "run", event="round")[-1]
     print(
-        f"\nsecure sums: same bits; {time.monotonic() - began:.1f} s; "
-        f"{rounds[-1]['seconds_training']:.1f} s a round"
+        f"\nsecure sums: same bits; {seconds:.1f} s; {last_round['seconds_training']:.1f} s a round"
     )
 
 
@@ -130,7 +137,7 @@ def test_sites_have_tasks_of_their_own_over_the_deployment(
     """A folder for each task at each site: the bits of the same sites on a loopback grid."""
     flower = {"data": "sites", "deadline": 900.0, "federation": str(three.federation.folder)}
     stream = {"kind": "sites", "tasks": 2, "order": TASKS}
-    what = experiment(
+    trial = experiment(
         "replay",
         "parallel",
         partition={},
@@ -141,49 +148,41 @@ def test_sites_have_tasks_of_their_own_over_the_deployment(
     )
     for client in range(CLIENTS):
         keep_tasks(tmp_path / f"data{client}", client)
-    sites = [three.federation.client(c) / "site.toml" for c in range(CLIENTS)]
-    before = [site.read_text() for site in sites]
-    for client, (site, text) in enumerate(zip(sites, before, strict=True)):
-        site.write_text(text + f'data = "{tmp_path / f"data{client}"}"\ntasks = "folders"\n')
+    files = [three.federation.client(client) / "site.toml" for client in range(CLIENTS)]
+    original_texts = [file.read_text() for file in files]
+    for client, file in enumerate(files):
+        data = tmp_path / f"data{client}"
+        file.write_text(original_texts[client] + f'data = "{data}"\ntasks = "folders"\n')
     try:
-        run(what, tmp_path / "run")
-        there = {c: StageExecutor(load_site(site)) for c, site in enumerate(sites)}
+        run(trial, tmp_path / "run")
+        executors = {client: StageExecutor(load_site(file)) for client, file in enumerate(files)}
     finally:
-        for site, text in zip(sites, before, strict=True):
-            site.write_text(text)
-    app = client_app(
-        lambda c: (c.node_config["partition-id"], there[c.node_config["partition-id"]]), 1 << 30
-    )
-    run(what, tmp_path / "loopback", grid=LoopbackGrid(app, range(CLIENTS)))
-    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "loopback")]
-    assert models[0] == models[1]
-    rows = [
-        [e["row"], e["clients"]]
-        for e in events(tmp_path / "run")
-        if e["event"] == "task" and e["task"]
-    ]
-    assert rows == [
-        [e["row"], e["clients"]]
-        for e in events(tmp_path / "loopback")
-        if e["event"] == "task" and e["task"]
-    ]
+        for file, text in zip(files, original_texts, strict=True):
+            file.write_text(text)
+    run(trial, tmp_path / "loopback", grid=executor_grid(executors))
+
+    assert model_bytes(tmp_path / "run") == model_bytes(tmp_path / "loopback")
+    rows = task_rows(tmp_path / "run")
+    assert rows == task_rows(tmp_path / "loopback")
     print(f"\ntasks of sites: same bits; {rows[-1]}")
+
+
+def task_rows(folder: Path) -> list[list[Any]]:
+    """After each task, the accuracies at the server and at the sites."""
+    ends = journal_events(folder, event="task")
+    return [[event["row"], event["clients"]] for event in ends if event["task"]]
 
 
 def keep_tasks(place: Path, client: int) -> None:
     """A site's digits, in a folder for each task."""
     digits = load_dataset("digits")
-    for t, classes in enumerate(TASKS):
+    for task, classes in enumerate(TASKS):
+        folder = place / f"task{task + 1}"
+        folder.mkdir(parents=True)
         arrays = {}
-        for split, examples in (("train", digits.train), ("test", digits.test)):
-            own = (
-                torch.isin(examples.labels, torch.tensor(classes))
-                .nonzero()
-                .flatten()[client::CLIENTS]
-            )
-            arrays |= {
-                f"{split}_images": examples.values[own, 0].numpy(),
-                f"{split}_labels": examples.labels[own].numpy(),
-            }
-        (place / f"task{t + 1}").mkdir(parents=True)
-        np.savez(place / f"task{t + 1}" / "data.npz", **arrays)
+        for split, examples in {"train": digits.train, "test": digits.test}.items():
+            of_task = torch.isin(examples.labels, torch.tensor(classes)).nonzero().flatten()
+            of_client = examples.take(of_task[client::CLIENTS])
+            arrays[f"{split}_images"] = of_client.values[:, 0].numpy()
+            arrays[f"{split}_labels"] = of_client.labels.numpy()
+        np.savez(folder / "data.npz", **arrays)

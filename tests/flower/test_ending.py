@@ -32,9 +32,9 @@ time.sleep(600)
 
 @pytest.fixture
 def _same_signals() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
     yield
-    signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.mark.usefixtures("_same_signals")
@@ -66,9 +66,9 @@ def runs(process: Any) -> bool:
 
 
 def test_a_program_that_has_ended_started_nothing() -> None:
-    done = subprocess.Popen([sys.executable, "-c", ""])
-    done.wait()
-    assert descendants(done.pid) == []
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert descendants(process.pid) == []
 
 
 @needs_flower

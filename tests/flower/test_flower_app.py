@@ -69,11 +69,11 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("what", FOREIGN)
-def test_any_other_app_is_refused(what: str) -> None:
+@pytest.mark.parametrize("change", FOREIGN)
+def test_any_other_app_is_refused(change: str) -> None:
     require_own_app(packed())
     with pytest.raises(Refused, match="the app is not fedstill's"):
-        require_own_app(packed(**FOREIGN[what]))
+        require_own_app(packed(**FOREIGN[change]))
 
 
 @pytest.mark.parametrize("data", [b"", b"PK", b"\0" * 1000, packed()[:-30], packed()[30:]])

@@ -226,12 +226,12 @@ def test_a_client_that_raises_is_a_failure_and_the_round_continues_as_in_process
     assert refused_replies(tmp_path / "run").keys() == {Refusal(2, client=1), Refusal(3, client=1)}
 
 
-@pytest.mark.parametrize("how", ["nan", "shape", "type", "huge", "extra", "missing"])
+@pytest.mark.parametrize("fault", ["nan", "shape", "type", "huge", "extra", "missing"])
 def test_a_refused_reply_is_refused_for_the_same_reason_as_in_process(
-    how: str, tmp_path: Path
+    fault: str, tmp_path: Path
 ) -> None:
     """The state that the client has after a refused reply does not count."""
-    spoiling = toys.toy(toys.Failing(who=1, how=how), topology=ALL_FOUR)
+    spoiling = toys.toy(toys.Failing(who=1, how=fault), topology=ALL_FOUR)
     run(replace(spoiling, engine="serial"), tmp_path / "serial", data=toys.blobs())
 
     run_with(tmp_path / "run", None, spoiling)

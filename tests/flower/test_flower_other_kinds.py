@@ -184,8 +184,8 @@ def test_sums_of_sites_give_the_bits_of_a_simulation_on_all_rows(place: Path) ->
     assert {event["bytes_up"] for event in sums} == {3 * 5 * 8}
     assert all("site_accuracy" in event for event in trained)
     first_round = journal_events(place / "run", event="round")[0]
-    sent = [*sums, *trained[:CLIENTS]]
-    assert first_round["bytes_up"] == sum(event["bytes_up"] for event in sent)
+    uploads = [*sums, *trained[:CLIENTS]]
+    assert first_round["bytes_up"] == sum(event["bytes_up"] for event in uploads)
 
 
 def test_a_server_without_data_has_the_metrics_of_all_sites_together(place: Path) -> None:

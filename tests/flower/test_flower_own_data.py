@@ -456,7 +456,7 @@ def test_rounds_are_compared_by_histograms_that_sites_send(
     metric: str, tolerance: float, tmp_path: Path
 ) -> None:
     experiment = toys.stopping_early(
-        topology={"clients": CLIENTS}, rounds=4, measure=(), data={}, rank_by=metric
+        topology={"clients": CLIENTS}, rounds=2, measure=(), data={}, rank_by=metric
     )
     simulation = run(experiment, tmp_path / "simulation", toys.blobs())
     sites = own_sites(simulated(experiment), tmp_path)

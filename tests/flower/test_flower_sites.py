@@ -440,11 +440,11 @@ def test_another_public_set_than_the_servers_is_refused(tmp_path: Path) -> None:
     request = request_of(settings, facts=facts_of(settings), stage=stage, payload=Payload())
 
     without = own_data_executor(tmp_path, data=data)(request)
-    other = own_data_executor(tmp_path, data=data, public=data)(request)
+    with_other_set = own_data_executor(tmp_path, data=data, public=data)(request)
     equal = own_data_executor(tmp_path, data=data, public=public_copy)(request)
 
     assert "set public" in without.failure
-    assert "differs from the server's" in other.failure
+    assert "differs from the server's" in with_other_set.failure
     assert equal.failure == ""
 
 
@@ -630,12 +630,12 @@ def test_states_that_the_servers_checkpoints_name_are_kept(tmp_path: Path) -> No
 
     for round_index in range(1, 7):
         unnamed = in_round(request, round_index)
-        named = unnamed
+        naming = unnamed
         if round_index > 2:
-            named = replace(unnamed, named=(in_checkpoint,))
-        assert Request.of(named.header(), named.payload) == named
-        assert named.digest() == unnamed.digest()
-        files.store_answer(named, SiteReply(0, round_index, 0), Payload(round=round_index))
+            naming = replace(unnamed, named=(in_checkpoint,))
+        assert Request.of(naming.header(), naming.payload) == naming
+        assert naming.digest() == unnamed.digest()
+        files.store_answer(naming, SiteReply(0, round_index, 0), Payload(round=round_index))
 
     assert state_files(files) == [
         f"client0-round{round_index}-stage0.safetensors" for round_index in (2, 5, 6)

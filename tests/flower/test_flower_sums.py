@@ -470,7 +470,9 @@ class HostileServer:
         self, client: int, shares: dict[int, dict[int, bytes]], word: str = "abc"
     ) -> Payload:
         """The request for a masked model, with the shares that other clients sent."""
-        sealed = byte_tensors({sender: sent[client] for sender, sent in shares.items()})
+        sealed = byte_tensors(
+            {sender: by_receiver[client] for sender, by_receiver in shares.items()}
+        )
         return Payload({**self.model, **question("vector", word, sealed=sealed)})
 
     def reveal(

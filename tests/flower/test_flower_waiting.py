@@ -29,8 +29,10 @@ def test_what_messages_need_is_imported_without_a_thread() -> None:
     code = "from fedstill.flower.deployment.node import preloaded; import importlib, threading;"
     code += "[importlib.import_module(name) for name in preloaded()];"
     code += "print(threading.active_count())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "1"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.strip() == "1"
 
 
 @needs_flower
@@ -38,8 +40,10 @@ def test_the_programs_that_do_not_compute_import_no_torch() -> None:
     names = ("commands", "deployment.node", "deployment.superlink", "deployment.tasks")
     code = "import sys, " + ", ".join(f"fedstill.flower.{name}" for name in names)
     code += "; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.strip() == "False"
 
 
 @needs_flower
@@ -47,5 +51,7 @@ def test_the_server_imports_no_database() -> None:
     code = "import sys; from fedstill.flower.deployment import superlink;"
     code += "superlink.leave_out_database(); import flwr.superlink.main;"
     code += "print({'sqlalchemy', 'alembic'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.strip() == "set()"

@@ -31,9 +31,9 @@ NODES = (2**63 + 5, 12)
 def guarding(inside: Any, listed: bool = True) -> Gate:
     """A gate that knows two sites."""
     nodes = {key.public: node for key, node in zip(SITE_KEYS, NODES, strict=True)}
-    made = Gate(inside, KEY, nodes.get, listed)
-    made.held.seconds = made.held.run_seconds = 0.0
-    return made
+    gate = Gate(inside, KEY, nodes.get, listed)
+    gate.held.seconds = gate.held.run_seconds = 0.0
+    return gate
 
 
 def own_pull(site: int = 0) -> bytes:
@@ -193,12 +193,16 @@ def test_an_unknown_key_may_only_register_where_no_keys_are_listed() -> None:
 
     for listed, status in ((True, 403), (False, 200)):
         stranger = SiteSession(guarding(Inside(), listed), SiteKey(), 99)
-        own = stranger.key.public
-        other = SITE_KEYS[0].public
-        assert stranger.asks("activate-node", ActivateNodeRequest(public_key=own))[0] == 401
-        asked_for = RegisterNodeFleetRequest(public_key=own)
+        stranger_key = stranger.key.public
+        site_key = SITE_KEYS[0].public
+        assert (
+            stranger.asks("activate-node", ActivateNodeRequest(public_key=stranger_key))[0] == 401
+        )
+        asked_for = RegisterNodeFleetRequest(public_key=stranger_key)
         assert stranger.asks("register-node", asked_for)[0] == status
-        assert stranger.asks("register-node", RegisterNodeFleetRequest(public_key=other))[0] == 403
+        assert (
+            stranger.asks("register-node", RegisterNodeFleetRequest(public_key=site_key))[0] == 403
+        )
         assert stranger.gate._used == {}
 
 
@@ -223,10 +227,11 @@ def test_the_operator_alone_registers_sites_that_have_listed_keys() -> None:
 
 
 def test_old_signatures_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_gate, now = guarding(Inside()), 1000.0
-    monkeypatch.setattr("fedstill.flower.deployment.gate.time.monotonic", lambda: now)
+    one_gate = guarding(Inside())
+    clock_time = 1000.0
+    monkeypatch.setattr("fedstill.flower.deployment.gate.time.monotonic", lambda: clock_time)
     for second in range(0, 4000, 100):
-        now = 1000.0 + second
+        clock_time = 1000.0 + second
         assert asked(one_gate, PULL, body=own_pull(), **SITE_KEYS[0].headers())["status"] == 200
     assert len(one_gate._used) == 4
 
@@ -255,7 +260,8 @@ def test_a_request_of_a_site_has_a_length_that_is_not_too_large(headers: dict[st
 
 
 def test_a_body_is_cut_off_where_it_is_too_large_whatever_length_was_said() -> None:
-    inside, count = Inside(), 0
+    inside = Inside()
+    count = 0
 
     async def receive() -> dict[str, Any]:
         nonlocal count
@@ -373,17 +379,17 @@ FORGED_MESSAGES: dict[str, Callable[[SiteSession], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", FORGED_MESSAGES)
-def test_a_site_sends_nothing_but_its_answers(what: str) -> None:
+@pytest.mark.parametrize("forgery", FORGED_MESSAGES)
+def test_a_site_sends_nothing_but_its_answers(forgery: str) -> None:
     inside = Inside()
     site, victim = sessions(inside)
     site.pulls(inside, instruction("own", site.node))
     site.pulls(inside, instruction("answered", site.node))
     victim.pulls(inside, instruction("theirs", victim.node))
     assert site.pushes(reply("r", site.node, to="answered"))[0] == 200
-    came = len(inside.came)
-    status, text = site.pushes(FORGED_MESSAGES[what](site))
-    assert (status, len(inside.came)) == (403, came), text
+    arrived = len(inside.came)
+    status, text = site.pushes(FORGED_MESSAGES[forgery](site))
+    assert (status, len(inside.came)) == (403, arrived), text
 
 
 def test_a_site_that_was_removed_answers_no_more() -> None:
@@ -398,7 +404,7 @@ def test_a_site_that_was_removed_answers_no_more() -> None:
     for session in (site, remaining):
         session.pulls(inside, instruction("first", session.node), instruction("own", session.node))
         assert session.pushes(reply("r", session.node, to="first"))[0] == 200
-    came = len(inside.came)
+    arrived = len(inside.came)
 
     del nodes[site.key.public]
     operator = {KEY_HEADER.replace("-", "_"): KEY}
@@ -407,7 +413,7 @@ def test_a_site_that_was_removed_answers_no_more() -> None:
     assert site.pushes(reply("x", site.node, to="own"))[0] == 401
     assert site.pushes(reply("r", site.node, to="first"))[0] == 401
     assert site.asks("push-object", part)[0] == 401
-    assert len(inside.came) == came + 1
+    assert len(inside.came) == arrived + 1
     assert remaining.pushes(reply("x", remaining.node, to="own"))[0] == 200
 
 
@@ -456,7 +462,8 @@ def test_a_site_reaches_no_other_sites_runs_and_parts() -> None:
     site.pulls(inside, instruction("own", site.node))
     victim.pulls(inside, instruction("theirs", victim.node, run_id=8))
     assert victim.pushes(reply("r", victim.node, to="theirs", run_id=8))[0] == 200
-    came, node = len(inside.came), Node(node_id=site.node)
+    arrived = len(inside.came)
+    node = Node(node_id=site.node)
     for name, request in (
         ("get-run", GetRunRequest(node=node, run_id=8)),
         ("get-fab", GetFabRequest(node=node, run_id=8)),
@@ -475,7 +482,7 @@ def test_a_site_reaches_no_other_sites_runs_and_parts() -> None:
         ),
     ):
         assert site.asks(name, request)[0] == 403, name
-    assert len(inside.came) == came
+    assert len(inside.came) == arrived
 
 
 def test_a_site_learns_no_folder_of_the_server_from_a_run() -> None:
@@ -530,14 +537,14 @@ def test_instructions_are_forgotten_when_they_have_expired() -> None:
 def test_a_reply_passes_until_flower_counts_its_instruction_as_expired() -> None:
     from flwr.server.superlink.linkstate.utils import message_ttl_has_expired
 
-    sent = instruction("own", NODES[0], created_at=1000.0, ttl=60.0)
-    for now in (1000.0, 1059.9, 1060.0, 1060.1):
+    message = instruction("own", NODES[0], created_at=1000.0, ttl=60.0)
+    for clock_time in (1000.0, 1059.9, 1060.0, 1060.1):
         inside = Inside()
         site, _ = sessions(inside)
-        site.gate.exchange.clock = lambda now=now: now
-        site.pulls(inside, sent)
+        site.gate.exchange.clock = lambda clock_time=clock_time: clock_time
+        site.pulls(inside, message)
         status, _ = site.pushes(reply("r", site.node, to="own"))
-        assert (status == 403) == message_ttl_has_expired(sent.metadata, now), now
+        assert (status == 403) == message_ttl_has_expired(message.metadata, clock_time), clock_time
 
 
 # Flower's server inside the gate
@@ -579,21 +586,21 @@ def test_the_installed_flower_is_served_inside_the_gate(
     for path in ("/v1/control/start-run", "/v1/runtime/acquire-task", "/docs"):
         assert asked(installed, path)["status"] == 403
 
-    known = certificate_key(federation.client(0))
+    site_key = certificate_key(federation.client(0))
     protobuf = {"content_type": "application/protobuf"}
-    assert asked(installed, PULL, **known.headers(), **protobuf)["status"] == 401
+    assert asked(installed, PULL, **site_key.headers(), **protobuf)["status"] == 401
     state = installed.app.state.linkstate_factory.state()  # type: ignore[attr-defined]
-    node = state.create_node("", "client0", known.public, 0)
-    session = SiteSession(installed, known, node)
+    node = state.create_node("", "client0", site_key.public, 0)
+    session = SiteSession(installed, site_key, node)
     from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest
     from flwr.proto.node_pb2 import Node
 
-    activate = ActivateNodeRequest(public_key=known.public, heartbeat_interval=30)
+    activate = ActivateNodeRequest(public_key=site_key.public, heartbeat_interval=30)
     for name, request in (
         ("activate-node", activate),
         ("pull-messages", PullMessagesRequest(node=Node(node_id=node))),
     ):
-        headers = known.headers() | protobuf
+        headers = site_key.headers() | protobuf
         body = request.SerializeToString()
         assert asked(installed, SITES + name, body=body, **headers)["status"] == 200, name
     assert session.pushes(instruction("x", node))[0] == 403

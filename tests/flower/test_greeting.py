@@ -44,13 +44,13 @@ def listening(federation: folder.Federation | None, status: int = 200) -> Iterat
         context.load_cert_chain(federation.server / "server.crt", federation.server / "server.key")
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def answer(there: socket.socket) -> None:
-            with contextlib.suppress(OSError), there:  # a client that leaves, as it should
+        def answer(connection: socket.socket) -> None:
+            with contextlib.suppress(OSError), connection:  # a client that leaves, as it should
                 if federation is not None:
-                    there = context.wrap_socket(there, server_side=True)
-                asked = there.recv(100_000)
-                there.sendall(admitted(status if asked.startswith(b"POST") else 400))
-                there.close()
+                    connection = context.wrap_socket(connection, server_side=True)
+                request = connection.recv(100_000)
+                connection.sendall(admitted(status if request.startswith(b"POST") else 400))
+                connection.close()
 
         def serve() -> None:
             with contextlib.suppress(OSError):  # the end
@@ -83,10 +83,10 @@ def greeted(
 def connected(member: folder.Membership, insecure: bool = False, **changes: Any) -> None:
     """What a client does first: it has the server note that it is there."""
     split_address(member.address, member.folder / "client.toml")
-    with node.Server.of(member, insecure) as there:
+    with node.Server.of(member, insecure) as server:
         for name, value in changes.items():
-            setattr(there, name, value)
-        there.connect(wait=0)
+            setattr(server, name, value)
+        server.connect(wait=0)
 
 
 def certified(
@@ -174,8 +174,8 @@ def member_at(
 
 def nobody() -> str:
     """An address where nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 def test_a_client_that_comes_first_waits_and_prints_the_reason_once(
@@ -236,16 +236,16 @@ def proxied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A proxy in the environment; it answers every request with the status that is last in the
     list, and adds the request's first line.
     """
-    seen = list[str]()
+    request_lines = list[str]()
     with socket.create_server(("127.0.0.1", 0)) as proxy:
 
         def serve() -> None:
             with contextlib.suppress(OSError):
                 while True:
-                    there, _ = proxy.accept()
-                    with there:
-                        seen.append(there.recv(10_000).decode().splitlines()[0])
-                        there.sendall(b"HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\n\r\n")
+                    connection, _ = proxy.accept()
+                    with connection:
+                        request_lines.append(connection.recv(10_000).decode().splitlines()[0])
+                        connection.sendall(b"HTTP/1.1 403 Forbidden\r\ncontent-length: 0\r\n\r\n")
 
         threading.Thread(target=serve, daemon=True).start()
         for name in ("no_proxy", "NO_PROXY", "all_proxy", "ALL_PROXY", "HTTPS_PROXY"):
@@ -253,7 +253,7 @@ def proxied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         url = f"http://user:secret@127.0.0.1:{proxy.getsockname()[1]}"
         monkeypatch.setenv("https_proxy", url)
         monkeypatch.setenv("http_proxy", url)
-        yield seen
+        yield request_lines
 
 
 def test_loopback_is_never_reached_through_a_proxy(tmp_path: Path, proxied: list[str]) -> None:
@@ -349,7 +349,8 @@ def test_a_server_that_only_a_proxy_reaches_is_reached(
 @contextmanager
 def tunnel(address: str) -> Iterator[tuple[str, list[str]]]:
     """A proxy that leads every connection to one address, and the requests that it got."""
-    opened, ends = list[str](), contextlib.ExitStack()
+    opened = list[str]()
+    ends = contextlib.ExitStack()
 
     def pump(source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):

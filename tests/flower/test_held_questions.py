@@ -96,13 +96,13 @@ def test_a_question_is_held_until_a_run_sends_this_site_a_message() -> None:
         gate, inside = guarding()
         await pull(gate, 5)[1]  # the first question of a site is never held
         assert inside.came == [PULL]
-        held, task = pull(gate, 5)
+        question, task = pull(gate, 5)
         assert await is_held(task)
         await send_to(gate, 6)
         assert await is_held(task)
         await send_to(gate, 5)
         await asyncio.wait_for(task, 5)
-        assert held.answers[0]["status"] == 200
+        assert question.answers[0]["status"] == 200
         assert inside.came.count(PULL) == 2
 
     asyncio.run(scenario())
@@ -144,11 +144,11 @@ def test_the_question_of_a_site_that_left_takes_no_message() -> None:
     async def scenario() -> None:
         gate, inside = guarding()
         await pull(gate, 5)[1]
-        left, task = pull(gate, 5)
+        departed, task = pull(gate, 5)
         assert await is_held(task)
-        left.closed.set()
+        departed.closed.set()
         await asyncio.wait_for(task, 5)
-        assert left.answers == []
+        assert departed.answers == []
         assert inside.came == [PULL]
 
     asyncio.run(scenario())
@@ -158,9 +158,9 @@ def test_a_question_is_held_for_a_while_only() -> None:
     async def scenario() -> None:
         gate, inside = guarding(seconds=SOON)
         await pull(gate, 5)[1]
-        held, task = pull(gate, 5)
+        question, task = pull(gate, 5)
         await asyncio.wait_for(task, 5)
-        assert held.answers[0]["status"] == 200
+        assert question.answers[0]["status"] == 200
         assert inside.came == [PULL, PULL]
 
     asyncio.run(scenario())
@@ -213,13 +213,13 @@ def test_a_runs_question_is_held_until_a_site_replies() -> None:
     async def scenario() -> None:
         gate, inside = guarding()
         gate.held.run_seconds = 30.0
-        held, task = run_pull(gate)
+        question, task = run_pull(gate)
         assert await is_held(task)
-        there = PullAppMessagesResponse(messages_list=[reply("r", 5, to="m5")])
-        inside.answers[RUN_PULL] = there.SerializeToString()
+        content = PullAppMessagesResponse(messages_list=[reply("r", 5, to="m5")])
+        inside.answers[RUN_PULL] = content.SerializeToString()
         await reply_of(gate, inside, 5)
         await asyncio.wait_for(task, 5)
-        assert held.answers[-1]["body"] == there.SerializeToString()
+        assert question.answers[-1]["body"] == content.SerializeToString()
         assert inside.came.count(RUN_PULL) == 2
 
     asyncio.run(scenario())
@@ -231,9 +231,9 @@ def test_a_runs_question_is_answered_after_a_while_and_an_error_at_once(status: 
         gate, inside = guarding()
         gate.held.run_seconds = SOON if status == 200 else 30.0
         inside.status = status
-        held, task = run_pull(gate)
+        question, task = run_pull(gate)
         await asyncio.wait_for(task, 5)
-        assert held.answers[0]["status"] == status
+        assert question.answers[0]["status"] == status
         assert inside.came == [RUN_PULL]
 
     asyncio.run(scenario())
@@ -268,11 +268,11 @@ def test_a_server_that_ends_holds_nothing() -> None:
         gate, _ = guarding()
         gate.held.run_seconds = 30.0
         await pull(gate, 5)[1]
-        held = [pull(gate, 5)[1], run_pull(gate)[1]]
-        assert await is_held(held[0])
-        assert await is_held(held[1])
+        question = [pull(gate, 5)[1], run_pull(gate)[1]]
+        assert await is_held(question[0])
+        assert await is_held(question[1])
         gate.held.close()
-        await asyncio.wait_for(asyncio.gather(*held), 5)
+        await asyncio.wait_for(asyncio.gather(*question), 5)
 
     asyncio.run(scenario())
 

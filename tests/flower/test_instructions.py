@@ -37,7 +37,9 @@ from flowers import needs_flower
 
 pytestmark = needs_flower
 
-NODE, OTHER_NODE, RUN = 2**63 + 7, 11, 5
+NODE = 2**63 + 7
+OTHER_NODE = 11
+RUN = 5
 
 
 @pytest.fixture
@@ -86,17 +88,17 @@ def message(
     from flwr.supercore.task_identity import TaskIdentity
 
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
-    made = Message(records or Contents().of_request(request()), node, kind, ttl=ttl)
-    made.metadata.__dict__["_run_id"] = run
-    made.metadata.__dict__["_message_id"] = "m"
-    return made
+    unsigned = Message(records or Contents().of_request(request()), node, kind, ttl=ttl)
+    unsigned.metadata.__dict__["_run_id"] = run
+    unsigned.metadata.__dict__["_message_id"] = "m"
+    return unsigned
 
 
 def instruction(federation: folder.Federation, **changes: Any) -> Any:
     """A message that the server has signed, as it arrives at a site."""
-    made = message(**changes)
-    sign(made, made.metadata.run_id, certificates.signing_key(federation.signing_key))
-    return parsed(serialised(made))
+    unsigned = message(**changes)
+    sign(unsigned, unsigned.metadata.run_id, certificates.signing_key(federation.signing_key))
+    return parsed(serialised(unsigned))
 
 
 def test_a_site_takes_an_instruction_of_its_server_once(
@@ -178,12 +180,12 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_site_does_nothing_for_a_message_that_was_changed(
-    what: str, form: str, federation: folder.Federation, check: InstructionCheck
+    change: str, form: str, federation: folder.Federation, check: InstructionCheck
 ) -> None:
     arrived = instruction(federation)
-    CHANGES[what](arrived)
+    CHANGES[change](arrived)
     with pytest.raises(Refused) as refusal:
         check(arrived, NODE)
     assert refusal.value.topic == "signature"
@@ -203,11 +205,11 @@ def test_a_site_does_nothing_for_an_instruction_to_another_site(
 def test_a_site_does_nothing_for_the_key_of_another_server(
     federation: folder.Federation, check: InstructionCheck, tmp_path: Path
 ) -> None:
-    other = folder.init(
+    other_federation = folder.init(
         tmp_path / "other", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
     )
     with pytest.raises(Refused, match="signature"):
-        check(instruction(other), NODE)
+        check(instruction(other_federation), NODE)
 
 
 def test_an_instruction_expires_and_is_forgotten_later(
@@ -312,18 +314,18 @@ def test_instructions_with_the_same_model_have_a_signature_each(
     """The bytes of the model are hashed once, and what is hashed is what a site gets."""
     contents = Contents()
     payload = request().payload
-    made = [
+    signed_messages = [
         message(node=node, records=contents.of_request(request().with_payload(payload)))
         for node in (OTHER_NODE, NODE)
     ]
-    sign_all(made, RUN, certificates.signing_key(federation.signing_key))
-    first, second = (parsed(serialised(one)) for one in made)
+    sign_all(signed_messages, RUN, certificates.signing_key(federation.signing_key))
+    first, second = (parsed(serialised(signed)) for signed in signed_messages)
     check(second, NODE)
     assert encode(header_and_payload(second.content, 1 << 20)[1]) == encode(payload)
     with pytest.raises(Refused, match="node"):
         check(first, NODE)
-    change_group(made[1])
-    changed_message = parsed(serialised(made[1]))
+    change_group(signed_messages[1])
+    changed_message = parsed(serialised(signed_messages[1]))
     with pytest.raises(Refused, match="content"):
         check(changed_message, NODE)
 

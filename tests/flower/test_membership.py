@@ -71,7 +71,7 @@ def test_a_site_that_has_left_is_no_longer_listed_and_no_other_site_gets_its_num
     """
     federation = made(tmp_path, clients=3)
     place = str(federation.folder)
-    before = federation.listed_key(1).read_bytes()
+    former_key = federation.listed_key(1).read_bytes()
     assert call(["deploy", "remove", place, "1"]) == 0
     assert listed(federation) == {"client0", "client2"}
     assert call(["deploy", "remove", place, "1"]) == 2
@@ -83,7 +83,7 @@ def test_a_site_that_has_left_is_no_longer_listed_and_no_other_site_gets_its_num
     assert listed(federation) == {"client0", "client2", "client3"}
     assert call(["deploy", "key", place, "1", "--returns"]) == 0
     assert listed(federation) == {"client0", "client1", "client2", "client3"}
-    assert federation.listed_key(1).read_bytes() != before
+    assert federation.listed_key(1).read_bytes() != former_key
     assert call(["deploy", "key", place, "1"]) == 0, "it is a member again"
     assert folder.load_federation(federation.folder).departed == ()
 
@@ -118,9 +118,13 @@ class Nodes:
         return self.clients
 
 
+FIT = Request("1", config="", sha="", run="run", client=1, stage=Stage(1, 0, "fit", (1,)))
+"""A request to client 1."""
+
+
 @pytest.fixture
-def now() -> SimpleNamespace:
-    """A clock that only waiting moves on."""
+def clock() -> SimpleNamespace:
+    """A clock that advances only when a caller waits."""
 
     def sleep(seconds: float) -> None:
         clock.time += max(seconds, 0.1)
@@ -129,60 +133,59 @@ def now() -> SimpleNamespace:
     return clock
 
 
-def test_no_run_waits_for_a_site_that_was_removed(now: SimpleNamespace) -> None:
-    request = Request("1", "", "", "run", 1, Stage(1, 0, "fit", (1,)))
-    removed = Fleet(Nodes({0, 2}), Patience(deadline=60), now)  # type: ignore[arg-type]
-    (answer,) = removed.ask([request])
+def test_no_run_waits_for_a_site_that_was_removed(clock: SimpleNamespace) -> None:
+    """An absent site delays a stage until its deadline, and no longer."""
+    removed = Fleet(Nodes({0, 2}), Patience(deadline=60), clock)  # type: ignore[arg-type]
+    (answer,) = removed.ask([FIT])
     assert answer.failure
-    assert now.time == 0.0
-    absent = Fleet(Nodes({0, 1, 2}), Patience(deadline=60), now)  # type: ignore[arg-type]
-    (answer,) = absent.ask([request])
+    assert clock.time == 0.0
+
+    absent = Fleet(Nodes({0, 1, 2}), Patience(deadline=60), clock)  # type: ignore[arg-type]
+    (answer,) = absent.ask([FIT])
     assert answer.failure
-    assert 60 <= now.time < 70, "an absent site holds a stage up for its deadline, and no longer"
+    assert 60 <= clock.time < 70
 
 
 def test_a_site_that_is_removed_while_it_works_is_not_waited_for(
-    now: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flwr.supercore.task_identity import TaskIdentity
 
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
-    request = Request("1", "", "", "run", 1, Stage(1, 0, "fit", (1,)))
     nodes = Nodes({0, 1}, online=(0, 1))
 
     def pull(ids: list[str]) -> list[Any]:
-        if now.time > 30:
+        if clock.time > 30:
             nodes.clients = {0}
             nodes.online = (0,)
         return []
 
     nodes.pull_messages = pull  # type: ignore[method-assign]
-    working = Fleet(nodes, Patience(deadline=600), now)  # type: ignore[arg-type]
-    (answer,) = working.ask([request])
+    working = Fleet(nodes, Patience(deadline=600), clock)  # type: ignore[arg-type]
+    (answer,) = working.ask([FIT])
     assert "not in the federation" in answer.failure
-    assert 30 < now.time < 45
+    assert 30 < clock.time < 45
 
 
 def test_a_run_survives_a_server_that_does_not_list_its_clients_for_a_while(
-    now: SimpleNamespace,
+    clock: SimpleNamespace,
 ) -> None:
-    request = Request("1", "", "", "run", 1, Stage(1, 0, "fit", (1,)))
     nodes = Nodes({0})
     attempts: list[float] = []
 
     def registered() -> set[int]:
-        attempts.append(now.time)
-        if now.time < 30:
+        attempts.append(clock.time)
+        if clock.time < 30:
             raise control.NotListening("the server cannot be reached")
         return nodes.clients
 
     nodes.registered = registered  # type: ignore[method-assign]
-    fleet = Fleet(nodes, Patience(deadline=600), now)  # type: ignore[arg-type]
-    (answer,) = fleet.ask([request])
+    fleet = Fleet(nodes, Patience(deadline=600), clock)  # type: ignore[arg-type]
+    (answer,) = fleet.ask([FIT])
     assert "not in the federation" in answer.failure
     assert len(attempts) == 4
-    assert 30 <= now.time < 45
+    assert 30 <= clock.time < 45
 
 
 # What the operator sees
@@ -209,9 +212,14 @@ def test_the_last_contact_is_the_last_sign_of_life() -> None:
     assert site.is_online
     assert site.contact is not None
     assert abs((time_now - site.contact).total_seconds() - 10) < 5
-    left = (time_now - datetime.timedelta(hours=1)).isoformat()
+    departure = (time_now - datetime.timedelta(hours=1)).isoformat()
     gone = control.SiteStatus.of(
-        node(status="offline", last_deactivated_at=left, online_until=0, last_activated_at=left)
+        node(
+            status="offline",
+            last_deactivated_at=departure,
+            online_until=0,
+            last_activated_at=departure,
+        )
     )
     assert not gone.is_online
     assert gone.contact is not None
@@ -252,8 +260,8 @@ def test_status_lists_the_sites_that_a_server_does_not_know_yet(
     """Directly after its start, and also a site that the server still knows and that has left."""
     federation = made(tmp_path, clients=11)
     folder.remove_client(federation, 4)
-    known = [control.SiteStatus("client4", True), control.SiteStatus("client10", True)]
-    server = SimpleNamespace(sites=lambda: known, runs_under_way=list, certificates=None)
+    statuses = [control.SiteStatus("client4", True), control.SiteStatus("client10", True)]
+    server = SimpleNamespace(sites=lambda: statuses, runs_under_way=list, certificates=None)
     monkeypatch.setattr(control.Control, "of", staticmethod(lambda federation: server))
     assert call(["deploy", "status", str(federation.folder)]) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -271,8 +279,10 @@ def test_a_run_without_a_round_has_none(tmp_path: Path) -> None:
 
 def test_a_running_server_takes_a_renewed_certificate(tmp_path: Path) -> None:
     federation = made(tmp_path)
-    taken = list[str]()
-    context = SimpleNamespace(load_cert_chain=lambda *files: taken.append(Path(files[0]).name))
+    loaded_files = list[str]()
+    context = SimpleNamespace(
+        load_cert_chain=lambda *files: loaded_files.append(Path(files[0]).name)
+    )
     files = {"ssl_certfile": federation.server / "server.crt"}
     files["ssl_keyfile"] = federation.server / "server.key"
     config = SimpleNamespace(ssl=context, **{name: str(path) for name, path in files.items()})
@@ -280,12 +290,12 @@ def test_a_running_server_takes_a_renewed_certificate(tmp_path: Path) -> None:
     async def scenario() -> None:
         watch = asyncio.ensure_future(superlink.watch_certificate(config, 0.01))  # type: ignore[arg-type]
         await asyncio.sleep(0.05)
-        assert taken == []
+        assert loaded_files == []
         certificate = files["ssl_certfile"].read_bytes()
-        other = made(tmp_path / "other")
-        files["ssl_certfile"].write_bytes((other.server / "server.crt").read_bytes())
+        other_federation = made(tmp_path / "other")
+        files["ssl_certfile"].write_bytes((other_federation.server / "server.crt").read_bytes())
         await asyncio.sleep(0.05)
-        assert taken == [], "the key is still that of the old one"
+        assert loaded_files == [], "the key is still that of the old one"
         files["ssl_certfile"].write_bytes(certificate)
         await asyncio.sleep(0.05)
         folder.renew(federation, ())
@@ -293,7 +303,7 @@ def test_a_running_server_takes_a_renewed_certificate(tmp_path: Path) -> None:
         watch.cancel()
 
     asyncio.run(scenario())
-    assert taken == ["server.crt"]
+    assert loaded_files == ["server.crt"]
 
 
 def test_a_server_names_the_end_of_its_certificate_when_it_comes(

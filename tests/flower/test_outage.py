@@ -187,11 +187,11 @@ tasks.server_task(door, "token", os.getppid(), os.dup(0))
 def test_a_run_sends_no_heartbeat_after_its_output() -> None:
     """The output ends its token."""
     command = [sys.executable, "-c", ENDS]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=beside_us(), check=False, timeout=300, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-2:] == ["output 0", "closed"]
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines()[-2:] == ["output 0", "closed"]
 
 
 def test_a_run_that_is_stopped_ends_without_output(
@@ -293,23 +293,23 @@ def test_a_site_sends_all_parts_and_prints_that_the_server_did_not_store_some(
 def test_a_site_has_a_request_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker process receives the parts one by one, and not also with its arguments."""
     parts = {"first": b"1" * 1000, "second": b"2" * 1000}
-    sent: list[bytes] = []
+    messages: list[bytes] = []
     sizes: list[int] = []
     answered = iter([b"metadata", b"tree", b""])
     connection = SimpleNamespace(
-        send_bytes=sent.append, poll=lambda seconds: True, recv_bytes=lambda: next(answered)
+        send_bytes=messages.append, poll=lambda seconds: True, recv_bytes=lambda: next(answered)
     )
 
     @contextmanager
-    def started(workers: node.Workers, target: Any, *given: Any) -> Iterator[Any]:
-        sizes.append(len(pickle.dumps(given)))
+    def started(workers: node.Workers, target: Any, *arguments: Any) -> Iterator[Any]:
+        sizes.append(len(pickle.dumps(arguments)))
         yield connection
 
     monkeypatch.setattr(node.Workers, "_started", started)
     workers = node.Workers(folder.Membership(Path("client0"), 0, "fed:8443"))
     message = Incoming(7, 5, "m", b"", dict(parts), b"", is_app_run=True)
     assert workers.answer(message).metadata == b"metadata"
-    assert dict(zip(sent[::2], sent[1::2], strict=False)) == {
+    assert dict(zip(messages[::2], messages[1::2], strict=False)) == {
         id.encode(): part for id, part in parts.items()
     }
     assert sizes[0] < 1000, "the arguments contain no parts"

@@ -1,5 +1,5 @@
-"""Flower's Ray simulation as an engine: the serial engine's bits. Slow: Ray takes long to start, or
-fails to.
+"""Flower's Ray simulation as an engine: the serial engine's bits. Slow, because Ray takes long to
+start.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import pytest
 import toys
 from fedstill.config.experiment import Experiment
 from fedstill.flower.deployment.programs import environment
-from fedstill.running.journal import read_journal, without_times
+from fedstill.running.journal import without_times
 from fedstill.running.runner import run
 from flowers import needs_flower
+from journals import journal_events
 from processes import LIMIT, beside_us, flowers_program, kill_all_with
+from run_bits import model_bytes
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,7 +36,7 @@ pytestmark = [
 def test_four_clients_on_ray_give_the_bits_of_the_serial_engine(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    what = Experiment(
+    experiment = Experiment(
         method="scaffold",
         rounds=2,
         seed=3,
@@ -43,22 +45,17 @@ def test_four_clients_on_ray_give_the_bits_of_the_serial_engine(
         topology={"clients": 4, "sampled": 4},
         plan={"epochs": 1},
     )
-    run(replace(what, engine="serial"), tmp_path / "serial")
+    run(replace(experiment, engine="serial"), tmp_path / "serial")
     capfd.readouterr()
-    run(replace(what, engine="flower", flower={"grid": "ray", "poll": 0.2}), tmp_path / "ray")
+    run(replace(experiment, engine="flower", flower={"grid": "ray", "poll": 0.2}), tmp_path / "ray")
     assert "warn" not in "".join(capfd.readouterr()).lower()
-    assert (tmp_path / "ray/model.safetensors").read_bytes() == (
-        tmp_path / "serial/model.safetensors"
-    ).read_bytes()
-    ours, theirs = (
-        [without_times(e) for e in read_journal(tmp_path / n / "journal.jsonl")]
-        for n in ("ray", "serial")
-    )
-    assert ours == theirs
+    assert model_bytes(tmp_path / "ray") == model_bytes(tmp_path / "serial")
+    events = without_times(journal_events(tmp_path / "ray"))
+    assert events == without_times(journal_events(tmp_path / "serial"))
 
 
 def test_rounds_on_ray_are_fast_once_its_workers_have_started(tmp_path: Path) -> None:
-    what = Experiment(
+    experiment = Experiment(
         method="fedavg",
         rounds=3,
         engine="flower",
@@ -67,21 +64,21 @@ def test_rounds_on_ray_are_fast_once_its_workers_have_started(tmp_path: Path) ->
         plan={"epochs": 1},
     )
     data = toys.blobs()
-    run(what, tmp_path / "ray", data)
-    run(replace(what, engine="serial", flower={}), tmp_path / "serial", data)
-    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("ray", "serial")]
-    assert models[0] == models[1]
-    events = read_journal(tmp_path / "ray/journal.jsonl")
+    run(experiment, tmp_path / "ray", data)
+    run(replace(experiment, engine="serial", flower={}), tmp_path / "serial", data)
+    assert model_bytes(tmp_path / "ray") == model_bytes(tmp_path / "serial")
+    rounds = journal_events(tmp_path / "ray", event="round")
     # Three seconds on a quiet machine with two cores, where they take about one.
-    assert sum(event["seconds"] for event in events if event["event"] == "round") < 10
+    assert sum(event["seconds"] for event in rounds) < 10
 
 
 def test_flwr_run_runs_the_app_of_this_repository_in_flowers_simulation(tmp_path: Path) -> None:
-    app, home = tmp_path / "app", tmp_path / "home"
+    app = tmp_path / "app"
+    home = tmp_path / "home"
     shutil.copytree(Path(__file__).parents[2] / "deploy" / "flower-app", app)
     settings = {**environment(home), "PYTHONPATH": beside_us()["PYTHONPATH"]}
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [flowers_program("flwr"), "run", ".", "--stream"],
             cwd=app,
             env=settings,
@@ -89,10 +86,9 @@ def test_flwr_run_runs_the_app_of_this_repository_in_flowers_simulation(tmp_path
             text=True,
             timeout=LIMIT,
         )
-        assert done.returncode == 0, done.stdout
+        assert process.returncode == 0, process.stdout
         (out,) = app.glob("runs/*")
-        assert (
-            len([e for e in read_journal(out / "journal.jsonl") if e["event"] == "round"]) == 2
-        ), done.stdout
+        assert len(journal_events(out, event="round")) == 2, process.stdout
     finally:
-        kill_all_with(f"FLWR_HOME={home}")  # Flower starts a SuperLink and leaves it running
+        # Flower starts a SuperLink and leaves it running.
+        kill_all_with(f"FLWR_HOME={home}")

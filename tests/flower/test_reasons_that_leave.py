@@ -41,6 +41,7 @@ pytestmark = [needs_flower, pytest.mark.usefixtures("with_threads")]
 
 SECRET = "Ann_Abel_4711"
 STAGE = Stage(1, 0, "train", (0,))
+EMPTY_REQUEST = Request("v", config="c", sha="s", run="run1", client=0, stage=STAGE)
 ALL_REASONS = {public_reason(topic) for topic in get_args(Topic)}
 
 
@@ -73,7 +74,7 @@ def test_no_text_of_an_error_leaves_a_site(
     monkeypatch.setattr(StageExecutor, "_answer", fail)
     site = Site(0, tmp_path / SECRET, data=f"/data/{SECRET}")
     with caplog.at_level(logging.WARNING, "fedstill.site"):
-        answer = StageExecutor(site)(Request("v", "c", "s", "run1", 0, STAGE))
+        answer = StageExecutor(site)(EMPTY_REQUEST)
     assert answer.failure in ALL_REASONS
     assert SECRET not in answer.header()
     assert SECRET in caplog.text, "the site's log has the details"
@@ -102,7 +103,7 @@ def test_a_failure_that_the_work_reports_does_not_leave_a_site(
 ) -> None:
     failed = SiteReply(0, 1, 0, failure=f"RuntimeError: {SECRET}")
     monkeypatch.setattr(StageExecutor, "_answer", lambda executor, request: failed)
-    answer = StageExecutor(Site(0, tmp_path))(Request("v", "c", "s", "run1", 0, STAGE))
+    answer = StageExecutor(Site(0, tmp_path))(EMPTY_REQUEST)
     assert answer.failure == public_reason("work")
 
 
@@ -120,7 +121,7 @@ def patients(**changes: Any) -> pd.DataFrame:
 def settings_of(data: dict[str, Any], **changes: Any) -> Settings:
     flower = {"data": "sites", "federation": "/federation", "classes": ["ill", "well"]}
     flower |= changes.pop("flower", {})
-    asked = {
+    values = {
         "engine": "flower",
         "flower": flower,
         "method": {"name": "fedavg"},
@@ -130,7 +131,7 @@ def settings_of(data: dict[str, Any], **changes: Any) -> Settings:
         "rounds": 2,
         "data": data,
     }
-    return resolve(Experiment(**{**asked, **changes}))
+    return resolve(Experiment(**{**values, **changes}))
 
 
 def request_of(settings: Settings, **changes: Any) -> Request:
@@ -142,7 +143,7 @@ def request_of(settings: Settings, **changes: Any) -> Request:
         "features": ["age", "chol"],
         "origin": "own",
     }
-    made = Request(
+    request = Request(
         version=fedstill.__version__,
         config=settings.toml,
         sha=digest(settings.toml.encode()),
@@ -152,7 +153,7 @@ def request_of(settings: Settings, **changes: Any) -> Request:
         facts=facts,
         payload=Payload(),
     )
-    return replace(made, **changes)
+    return replace(request, **changes)
 
 
 def site_with(folder: Path, rows: pd.DataFrame, **keys: Any) -> Site:
@@ -218,11 +219,11 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_no_value_of_a_sites_data_is_in_a_refusal(
-    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    site, request, topic = CASES[what]
+    site, request, topic = CASES[case]
     with caplog.at_level(logging.WARNING, "fedstill.site"):
         answer = StageExecutor(site(tmp_path))(request())
     assert answer.failure == public_reason(topic), caplog.text
@@ -282,8 +283,10 @@ def test_a_server_cannot_list_a_sites_classes_by_its_refusals(tmp_path: Path) ->
     facts = request_of(settings).facts
     reasons = []
     for number in range(31):
-        known = {**facts, "classes": names[:number] or ["x"]}
-        reasons.append(executor(request_of(settings, facts=known, run=f"run{number}")).failure)
+        guessed_facts = {**facts, "classes": names[:number] or ["x"]}
+        reasons.append(
+            executor(request_of(settings, facts=guessed_facts, run=f"run{number}")).failure
+        )
     assert reasons[0] == public_reason("classes")
     assert set(reasons) == {public_reason("classes"), public_reason("limit")}
     assert reasons.count(public_reason("classes")) == site_module.MOST_REFUSALS
@@ -298,12 +301,14 @@ def test_the_same_question_counts_once_and_an_operator_can_lift_the_limit(tmp_pa
         assert StageExecutor(site)(request).failure == public_reason("classes")
 
     for number in range(2 * site_module.MOST_REFUSALS):
-        other = {**request.facts, "classes": [str(number), "x"]}
-        last = StageExecutor(site)(replace(request, facts=other)).failure
+        changed_facts = {**request.facts, "classes": [str(number), "x"]}
+        last = StageExecutor(site)(replace(request, facts=changed_facts)).failure
     assert last == public_reason("limit")
     assert StageExecutor(site)(request).failure == public_reason("classes"), "an old question"
     (site.memory / REFUSED).unlink()
-    assert StageExecutor(site)(replace(request, facts=other)).failure == public_reason("classes")
+    assert StageExecutor(site)(replace(request, facts=changed_facts)).failure == public_reason(
+        "classes"
+    )
 
 
 def test_refusals_of_different_configs_are_limited_by_day(
