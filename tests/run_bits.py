@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
@@ -25,6 +25,13 @@ from fedstill.running.runner import run
 
 UninterruptedBits = Callable[[str], dict[str, Any]]
 """The bits of a setting's uninterrupted run."""
+
+
+class StoppedCopy(Protocol):
+    """Copies the directory of a run of a setting that was stopped after some stages."""
+
+    def __call__(self, name: str, stages: int = 2) -> Path:
+        """The copy."""
 
 
 def bits(folder: Path) -> dict[str, Any]:

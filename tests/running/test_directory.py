@@ -37,16 +37,16 @@ from fedstill.running.journal import read_journal
 from fedstill.running.runner import resume, run
 from fedstill.running.runs import read_run
 from forking import SETTINGS
-from run_bits import StopAfter, UninterruptedBits, assert_same_bits, bits, stopped
+from run_bits import StopAfter, StoppedCopy, UninterruptedBits, assert_same_bits, bits
 
 
 @pytest.mark.parametrize(
     "text", [b'{"event":"round","round":9}\n', b'{"event":"rou', b"\xff\xff\n\n"]
 )
 def test_the_part_of_a_journal_that_no_checkpoint_covers_is_dropped(
-    text: bytes, uninterrupted_bits: UninterruptedBits, tmp_path: Path
+    text: bytes, uninterrupted_bits: UninterruptedBits, stopped_copy: StoppedCopy
 ) -> None:
-    folder = stopped(SETTINGS["parallel"], tmp_path / "run")
+    folder = stopped_copy("parallel")
     with (folder / "journal.jsonl").open("ab") as journal:
         journal.write(text)
     resume(folder, data=toys.blobs())
@@ -82,10 +82,10 @@ def test_a_run_whose_journal_was_damaged_is_not_resumed(
     damage: Callable[[bytes], bytes] | None,
     words: str,
     uninterrupted_bits: UninterruptedBits,
-    tmp_path: Path,
+    stopped_copy: StoppedCopy,
 ) -> None:
     """As soon as the journal is restored, the run is resumed to the same bits."""
-    folder = stopped(SETTINGS["parallel"], tmp_path / "run")
+    folder = stopped_copy("parallel")
     path = folder / "journal.jsonl"
     journal = path.read_bytes()
     path.unlink()
@@ -119,10 +119,10 @@ def newest_memory(folder: Path) -> Path:
 def test_a_damaged_newest_checkpoint_costs_a_stage_and_no_bit(
     file_of: Callable[[Path], Path],
     uninterrupted_bits: UninterruptedBits,
-    tmp_path: Path,
+    stopped_copy: StoppedCopy,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    folder = stopped(SETTINGS["sequential"], tmp_path / "run", 5)
+    folder = stopped_copy("sequential", 5)
     path = file_of(folder)
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
@@ -135,9 +135,9 @@ def test_a_damaged_newest_checkpoint_costs_a_stage_and_no_bit(
 
 
 def test_unfinished_files_of_a_killed_process_are_deleted(
-    uninterrupted_bits: UninterruptedBits, tmp_path: Path
+    uninterrupted_bits: UninterruptedBits, stopped_copy: StoppedCopy
 ) -> None:
-    folder = stopped(SETTINGS["sequential"], tmp_path / "run")
+    folder = stopped_copy("sequential")
     for subfolder in (".", "checkpoints", "checkpoints/objects", "memory"):
         (folder / subfolder / ".file.json.4711.part").write_bytes(b"half")
     resume(folder, data=toys.blobs())
@@ -165,8 +165,8 @@ def test_a_run_may_begin_in_a_directory_that_has_only_an_unfinished_first_file(
     assert not list((tmp_path / "run").glob(".*.part"))
 
 
-def test_a_changed_config_is_refused(tmp_path: Path) -> None:
-    folder = stopped(SETTINGS["parallel"], tmp_path / "run")
+def test_a_changed_config_is_refused(stopped_copy: StoppedCopy) -> None:
+    folder = stopped_copy("parallel")
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("lr = 0.1", "lr = 0.2"))
     with pytest.raises(CorruptFile, match=r"config\.toml") as caught:
@@ -204,9 +204,9 @@ def test_a_changed_config_is_noticed_without_checkpoints_too(tmp_path: Path) -> 
 
 
 def test_a_misspelt_key_in_the_config_of_a_run_is_reported_as_a_change(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stopped_copy: StoppedCopy, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = stopped(SETTINGS["parallel"], tmp_path / "run")
+    folder = stopped_copy("parallel")
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("lr = 0.1", "rl = 0.1"))
 
@@ -251,9 +251,9 @@ with FileLock(sys.argv[1]):
 
 
 def test_a_directory_that_another_process_writes_is_busy(
-    uninterrupted_bits: UninterruptedBits, tmp_path: Path
+    uninterrupted_bits: UninterruptedBits, stopped_copy: StoppedCopy
 ) -> None:
-    folder = stopped(SETTINGS["parallel"], tmp_path / "run")
+    folder = stopped_copy("parallel")
     holder = holding_process(HOLDS_LOCK, folder / "lock")
     with pytest.raises(RunBusy, match="another process"):
         resume(folder, data=toys.blobs())
@@ -336,8 +336,8 @@ def test_names_that_are_too_long_for_a_folder_are_shortened_and_stay_distinct(
     assert variant.folder.parent.name == f"fedavg_data.std=[{text}]"
 
 
-def test_a_run_does_not_begin_in_the_directory_of_another_run(tmp_path: Path) -> None:
-    folder = stopped(SETTINGS["parallel"], tmp_path / "run")
+def test_a_run_does_not_begin_in_the_directory_of_another_run(stopped_copy: StoppedCopy) -> None:
+    folder = stopped_copy("parallel")
     files_of_run = files_below(folder)
     with pytest.raises(RunExists, match=str(folder)):
         run(SETTINGS["parallel"], folder, data=toys.blobs())
@@ -401,10 +401,13 @@ def test_a_run_with_a_users_method_is_resumed_only_if_the_file_has_not_changed(
 
 
 def test_a_resume_with_other_versions_is_logged_and_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    stopped_copy: StoppedCopy,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A second resume with the same other versions logs nothing."""
-    folder = stopped(SETTINGS["parallel"], tmp_path / "run", 1)
+    folder = stopped_copy("parallel", 1)
     versions = same_run.software()
     older = {name: versions[name] for name in ("fedstill", "torch")}
     newer = {"fedstill": "8.0", "torch": "9.0"}
@@ -435,9 +438,11 @@ def test_a_resume_with_other_versions_is_logged_and_recorded(
 
 
 def test_a_resume_with_the_same_versions_records_nothing(
-    uninterrupted_bits: UninterruptedBits, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    uninterrupted_bits: UninterruptedBits,
+    stopped_copy: StoppedCopy,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    folder = stopped(SETTINGS["parallel"], tmp_path / "run")
+    folder = stopped_copy("parallel")
     resume(folder, toys.blobs())
     assert "goes on with" not in caplog.text
     assert_same_bits(bits(folder), uninterrupted_bits("parallel"))

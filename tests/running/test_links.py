@@ -20,7 +20,7 @@ from fedstill.running.directory import claimed, locked
 from fedstill.running.journal import Journal, read_journal
 from fedstill.running.runner import resume
 from forking import SETTINGS
-from run_bits import stopped
+from run_bits import StoppedCopy
 
 SECRET = "the user's own"
 
@@ -42,9 +42,9 @@ def assert_untouched(home: Path) -> None:
 
 
 @pytest.fixture
-def strange(tmp_path: Path) -> Path:
+def strange(stopped_copy: StoppedCopy) -> Path:
     """The directory of a run that goes on."""
-    return stopped(SETTINGS["parallel"], tmp_path / "run")
+    return stopped_copy("parallel")
 
 
 @pytest.mark.parametrize("name", ["holder.json", "lock", "why.jsonl", "summary.json"])

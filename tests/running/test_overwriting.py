@@ -24,7 +24,7 @@ from fedstill.running.same_run import other_settings
 from flowers import needs_flower
 from forking import SETTINGS
 from newcomer import SHAPES, mine
-from run_bits import UninterruptedBits, assert_same_bits, bits, stopped
+from run_bits import StoppedCopy, UninterruptedBits, assert_same_bits, bits
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -49,9 +49,9 @@ def test_a_failed_run_that_is_overwritten_leaves_no_trace(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_all_files_of_a_run_are_overwritten(
-    setting: str, uninterrupted_bits: UninterruptedBits, tmp_path: Path
+    setting: str, uninterrupted_bits: UninterruptedBits, stopped_copy: StoppedCopy
 ) -> None:
-    folder = stopped(SETTINGS[setting], tmp_path / "run")
+    folder = stopped_copy(setting)
     (folder / "checkpoints" / ".LATEST.4711.part").write_bytes(b"half")
     run(SETTINGS[setting], folder, toys.blobs(), overwrite=True)
     assert_same_bits(bits(folder), uninterrupted_bits(setting))
