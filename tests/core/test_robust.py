@@ -19,7 +19,8 @@ def trees_of(values: np.ndarray) -> list[dict[str, torch.Tensor]]:
     """Each row as a tree of two entries and a counter."""
     trees = []
     for number, row in enumerate(torch.tensor(values)):
-        trees.append({"a": row[:3], "b": row[3:].reshape(2, 2), "n": torch.tensor(number)})
+        matrix = row[3:].reshape(2, 2)
+        trees.append({"a": row[:3], "b": matrix, "n": torch.tensor(number)})
     return trees
 
 

@@ -114,7 +114,8 @@ def test_a_stage_before_every_rounds_training_is_for_the_rounds_clients() -> Non
 
     second = schedule(2, Small())
     assert names_of(second) == ["head", "train"]
-    assert second[0].clients == second[1].clients == tuple(sorted(sample(Small(), 2, 2)))
+    cohort = tuple(sorted(sample(Small(), 2, 2)))
+    assert second[0].clients == second[1].clients == cohort
 
 
 def test_the_closing_stage_is_the_servers_and_the_very_last() -> None:

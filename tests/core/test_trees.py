@@ -58,5 +58,7 @@ def test_replies_are_averaged_by_size_in_the_order_of_ids() -> None:
 
 
 def test_clients_without_examples_weigh_nothing_unless_none_has_any() -> None:
-    assert weighted_mean([reply(0, 1.0, 0), reply(1, 5.0, 10)])["w"].item() == 5.0
-    assert weighted_mean([reply(0, 1.0, 0), reply(1, 5.0, 0)])["w"].item() == 3.0
+    of_one = weighted_mean([reply(0, 1.0, 0), reply(1, 5.0, 10)])
+    of_none = weighted_mean([reply(0, 1.0, 0), reply(1, 5.0, 0)])
+    assert of_one["w"].item() == 5.0
+    assert of_none["w"].item() == 3.0
