@@ -1,5 +1,5 @@
-"""A run's model without fedstill: ``torch.export``, ONNX in onnxruntime, a folder whose script
-needs no fedstill.
+"""A run's model without fedstill: as a program of torch, as an ONNX model, and as a folder whose
+script needs torch and safetensors alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import toys
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError, FedstillError
+from fedstill.core.trees import same_bits
 from fedstill.export import programs
 from fedstill.export.loading import load_model
 from fedstill.export.trained_model import TrainedModel
@@ -76,7 +77,8 @@ def test_a_program_of_torch_gives_the_same_logits_for_any_batch(
 ) -> None:
     path = tmp_path / "new" / "model.pt2"
     assert call(["export", str(finished), "--pt2", str(path)]) == 0
-    model, program = load_model(finished), torch.export.load(path).module()
+    model = load_model(finished)
+    program = torch.export.load(path).module()
     images = toys.blobs().test.values
     with torch.no_grad():
         for batch in (images, images[:1], images[:13]):
@@ -90,21 +92,25 @@ def test_onnx_takes_images_as_they_are_and_says_the_classes(finished: Path, tmp_
     path = tmp_path / "model.onnx"
     assert call(["export", str(finished), "--onnx", str(path)]) == 0
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    (images_in,), (logits_out,) = session.get_inputs(), session.get_outputs()
-    assert (images_in.name, images_in.type, images_in.shape) == (
-        "images",
-        "tensor(uint8)",
-        ["batch", 1, 4, 4],
-    )
-    assert (logits_out.name, logits_out.shape) == ("logits", ["batch", toys.CLASSES])
-    images, model = toys.blobs().test.values, load_model(finished)
+    (images_in,) = session.get_inputs()
+    assert images_in.name == "images"
+    assert images_in.type == "tensor(uint8)"
+    assert images_in.shape == ["batch", 1, 4, 4]
+    (logits_out,) = session.get_outputs()
+    assert logits_out.name == "logits"
+    assert logits_out.shape == ["batch", toys.CLASSES]
+
+    images = toys.blobs().test.values
+    model = load_model(finished)
     with torch.no_grad():
         for batch in (images, images[:1]):
             (logits,) = session.run(None, {"images": batch.numpy()})
             torch.testing.assert_close(torch.from_numpy(logits), model(batch), rtol=1e-4, atol=1e-5)
+
     facts = session.get_modelmeta().custom_metadata_map
     assert tuple(json.loads(facts["classes"])) == model.classes
-    assert (facts["method"], facts["seed"]) == ("fedntd", "7")
+    assert facts["method"] == "fedntd"
+    assert facts["seed"] == "7"
 
 
 @needs_onnx
@@ -113,9 +119,9 @@ def test_models_that_vote_are_one_file(
 ) -> None:
     words = ["--onnx", str(tmp_path / "m.onnx"), "--pt2", str(tmp_path / "m.pt2"), "--client", "3"]
     assert call(["export", str(voting), *words]) == 0
-    said = capsys.readouterr().out
-    assert "the logits in onnxruntime" in said
-    assert "torch.export" in said
+    printed = capsys.readouterr().out
+    assert "the logits in onnxruntime" in printed
+    assert "torch.export" in printed
 
 
 def test_onnx_without_onnxruntime_is_written_and_says_that_it_was_not_compared(
@@ -141,9 +147,12 @@ def test_the_folder_needs_torch_and_safetensors_alone(
     assert call(["export", str(finished), "--folder", str(folder)]) == 0
     assert "licence" in capsys.readouterr().out
     names = ["README.md", "check.safetensors", "config.json", "model.py", "model.safetensors"]
-    assert sorted(p.name for p in folder.iterdir()) == names
+    assert sorted(path.name for path in folder.iterdir()) == names
+
     images = toys.blobs().test.values
-    safetensors.torch.save_file({"images": images}, tmp_path / "images.safetensors")
+    images_file = tmp_path / "images.safetensors"
+    logits_file = tmp_path / "logits.safetensors"
+    safetensors.torch.save_file({"images": images}, images_file)
     program = f"""
 {WITHOUT_FEDSTILL}
 import runpy
@@ -152,27 +161,31 @@ import torch
 sys.path.insert(0, {str(folder)!r})
 sys.dont_write_bytecode = True
 from model import Classifier
-model, images = Classifier.load(), load_file({str(tmp_path / "images.safetensors")!r})["images"]
+model = Classifier.load()
+images = load_file({str(images_file)!r})["images"]
 assert not model.training
 with torch.no_grad():
-    save_file({{"logits": model(images), "floats": model(images / 255)}}, {str(tmp_path / "logits.safetensors")!r})
+    logits = {{"logits": model(images), "floats": model(images / 255)}}
+save_file(logits, {str(logits_file)!r})
 try:
     model(images[0])
 except ValueError as error:
     print(error)
 print(json.dumps(model.classes))
 runpy.run_path({str(folder / "model.py")!r}, run_name="__main__")
-"""  # noqa: E501
-    done = subprocess.run(
+"""
+    result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path
     )
-    assert done.returncode == 0, done.stderr
-    refused, classes, tried = done.stdout.splitlines()
+    assert result.returncode == 0, result.stderr
+
+    refusal, classes, self_test = result.stdout.splitlines()
     model = load_model(finished)
-    assert refused == "images must be (N, 1, 4, 4), not (1, 4, 4)"
+    assert refusal == "images must be (N, 1, 4, 4), not (1, 4, 4)"
     assert tuple(json.loads(classes)) == model.classes
-    assert tried.startswith("5 classes, images (image) of (1, 4, 4); logits ")
-    logits = safetensors.torch.load_file(tmp_path / "logits.safetensors")
+    assert self_test.startswith("5 classes, images (image) of (1, 4, 4); logits ")
+
+    logits = safetensors.torch.load_file(logits_file)
     with torch.no_grad():
         torch.testing.assert_close(logits["logits"], model(images), rtol=1e-5, atol=1e-6)
     assert torch.equal(logits["floats"], logits["logits"])
@@ -180,33 +193,37 @@ runpy.run_path({str(folder / "model.py")!r}, run_name="__main__")
 
 def test_what_the_folder_imports_is_torch_and_safetensors(finished: Path, tmp_path: Path) -> None:
     write_folder(load_model(finished), finished, tmp_path / "shared")
-    tree = ast.parse((tmp_path / "shared" / "model.py").read_text())
-    imported = {
-        n.name for node in ast.walk(tree) if isinstance(node, ast.Import) for n in node.names
-    }
-    imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    outside = {name.partition(".")[0] for name in imported} - set(sys.stdlib_module_names)
-    assert outside == {"torch", "safetensors"}
+    modules: set[str] = set()
+    for node in ast.walk(ast.parse((tmp_path / "shared" / "model.py").read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add(str(node.module))
+    packages = {module.partition(".")[0] for module in modules}
+    assert packages - set(sys.stdlib_module_names) == {"torch", "safetensors"}
 
 
 def test_the_folder_says_what_was_trained_on_what(finished: Path, tmp_path: Path) -> None:
     model = load_model(finished)
     write_folder(model, finished, tmp_path / "shared")
     weights = safetensors.torch.load_file(tmp_path / "shared" / "model.safetensors")
-    own = model.network.state_dict()
-    assert set(weights) == set(own)
-    assert all(torch.equal(weights[k], own[k]) for k in own)
+    assert same_bits(weights, model.network.state_dict())
+
     config = json.loads((tmp_path / "shared" / "config.json").read_text())
-    assert (config["input_shape"], config["mean"], config["std"]) == ([1, 4, 4], [0.5], [0.5])
+    assert config["input_shape"] == [1, 4, 4]
+    assert config["mean"] == [0.5]
+    assert config["std"] == [0.5]
     assert config["trained"]["method"] == "fedntd"
+
     text = (tmp_path / "shared" / "README.md").read_text()
-    history = json.loads((finished / "summary.json").read_text())
+    summary = json.loads((finished / "summary.json").read_text())
+    accuracy = f"accuracy {100 * summary['accuracy']:.1f} %"
+    forgetting = f"forgetting {100 * summary['forgetting']:.1f} %"
     for words in (
         "tags: [federated-learning, fedstill, fedntd]",
         "# fedntd on blobs, seed 7",
         "| what | the global model, after round 3 of 3 |",
-        f"accuracy {100 * history['accuracy']:.1f} %, forgetting {100 * history['forgetting']:.1f} "
-        "%",
+        f"{accuracy}, {forgetting}",
         "| data | blobs, 300 training images, split by dirichlet (alpha = 1.0",
         "100 images, after round 3: accuracy",
         "| class | accuracy | best earlier round | forgotten |",
@@ -227,15 +244,16 @@ def test_a_clients_own_model_was_measured_once(voting: Path, tmp_path: Path) -> 
 def test_the_card_of_a_clients_own_model_has_what_the_client_measured(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(toys.toy("ft_fedavg", measure_every=1), folder, data=toys.blobs())
-    own = [
-        e
-        for e in read_journal(folder / "journal.jsonl")
-        if e.get("name") == "finetune" and e["client"] == 2
-    ]
+    journal = read_journal(folder / "journal.jsonl")
+    stage_events = [event for event in journal if event.get("name") == "finetune"]
+    *_, last_event = [event for event in stage_events if event["client"] == 2]
+    correct_by_class = last_event["correct_by_class"]
+
     write_folder(load_model(folder, client=2), folder, tmp_path / "shared")
+
     text = (tmp_path / "shared" / "README.md").read_text()
-    assert f"accuracy {sum(own[-1]['correct_by_class']):.1f} %" in text, "of 100 test images"
-    assert f"| class 1 | {5 * own[-1]['correct_by_class'][1]:.1f} % |" in text
+    assert f"accuracy {sum(correct_by_class):.1f} %" in text, "of 100 test images"
+    assert f"| class 1 | {5 * correct_by_class[1]:.1f} % |" in text, "of 20 test images"
 
 
 def test_a_folder_that_holds_something_is_left_alone(
@@ -244,12 +262,15 @@ def test_a_folder_that_holds_something_is_left_alone(
     (tmp_path / "mine").write_text("mine")
     assert call(["export", str(finished), "--folder", str(tmp_path)]) == 2
     assert "name a new folder" in capsys.readouterr().err
-    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_export_without_an_option_lists_the_options(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call(["export", str(finished)]) == 2
-    assert (
-        "--onnx FILE, --pt2 FILE, --folder DIR, --parquet DIR or --csv DIR"
-        in capsys.readouterr().err
-    )
+    options = "--onnx FILE, --pt2 FILE, --folder DIR, --parquet DIR or --csv DIR"
+    assert options in capsys.readouterr().err
 
 
 def test_the_working_directory_is_not_replaced_by_the_folder(
@@ -282,23 +303,33 @@ def test_a_folder_in_place_of_a_file_is_refused_with_the_name_of_a_file(
 def test_a_round_is_the_only_one_of_a_run_with_one_round(tmp_path: Path) -> None:
     for rounds in (1, 2):
         folder = tmp_path / f"run{rounds}"
-        run(
-            toys.toy(rounds=rounds, keep_checkpoints_every=1, measure=()), folder, data=toys.blobs()
-        )
+        experiment = toys.toy(rounds=rounds, keep_checkpoints_every=1, measure=())
+        run(experiment, folder, data=toys.blobs())
         write_folder(load_model(folder, round=1), folder, tmp_path / f"shared{rounds}")
         card = (tmp_path / f"shared{rounds}" / "README.md").read_text()
         assert ("only round" in card) == (rounds == 1)
 
 
 def model_of(network: nn.Module) -> TrainedModel:
+    """The model of a run with this network."""
     return TrainedModel(
-        network, ["a", "b"], (1, 4, 4), (0.5,), (0.5,), about={"method": "mine", "seed": 0}
+        network,
+        classes=["a", "b"],
+        input_shape=(1, 4, 4),
+        mean=(0.5,),
+        std=(0.5,),
+        about={"method": "mine", "seed": 0},
     )
 
 
 class Branching(nn.Module):
+    """A network whose operations depend on its input."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return x.flatten(1)[:, :2] * (2 if float(x.sum()) > 0 else 1)
+        logits = x.flatten(1)[:, :2]
+        if float(x.sum()) > 0:
+            return 2 * logits
+        return logits
 
 
 def test_a_network_that_cannot_be_traced_is_one_line(tmp_path: Path) -> None:
@@ -311,20 +342,18 @@ def test_a_network_that_cannot_be_traced_is_one_line(tmp_path: Path) -> None:
 def test_a_function_of_a_method_cannot_be_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(
-        toys.toy("toy_peers", rounds=1, topology={"clients": 6}),
-        tmp_path / "run",
-        data=toys.blobs(),
-    )
+    experiment = toys.toy("toy_peers", rounds=1, topology={"clients": 6})
+    run(experiment, tmp_path / "run", data=toys.blobs())
     assert call(["export", str(tmp_path / "run"), "--pt2", str(tmp_path / "m.pt2")]) == 2
     assert "predictors()" in capsys.readouterr().err
 
 
 def test_a_program_that_computes_something_else_is_not_kept() -> None:
     spec = spec_for("mlp", (1, 4, 4), 2, {"hidden": (4,)})
-    model, other = (model_of(predictor(spec, initial(spec, seed)).as_module()) for seed in (0, 1))
+    model = model_of(predictor(spec, initial(spec, 0)).as_module())
+    of_other_weights = model_of(predictor(spec, initial(spec, 1)).as_module())
     assert programs.furthest(model, model) == 0.0
     with pytest.raises(FedstillError, match="logits differ"):
-        programs.furthest(model, other)
+        programs.furthest(model, of_other_weights)
     with pytest.raises(FedstillError, match="other logits"):
         programs.furthest(model, lambda images: model(images)[:, :1])
