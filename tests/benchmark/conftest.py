@@ -23,7 +23,7 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> Suite:
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def tiny_entries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of the entries of all its rows."""
     out = tmp_path_factory.mktemp("ranking")
     with pytest.MonkeyPatch.context() as patch:
@@ -34,33 +34,32 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def entry(suite: Suite, made: Path, tmp_path: Path) -> Entry:
+def entry(suite: Suite, tiny_entries: Path, tmp_path: Path) -> Entry:
     """A copy of FedAvg's entry, to be changed."""
-    return read_entry(Path(shutil.copytree(made / "fedavg", tmp_path / "fedavg")))
+    return read_entry(Path(shutil.copytree(tiny_entries / "fedavg", tmp_path / "fedavg")))
 
 
 @pytest.fixture
-def fedntd(suite: Suite, made: Path, tmp_path: Path) -> Entry:
+def fedntd(suite: Suite, tiny_entries: Path, tmp_path: Path) -> Entry:
     """A copy of FedNTD's entry, to be changed."""
-    return read_entry(Path(shutil.copytree(made / "fedntd", tmp_path / "fedntd")))
+    return read_entry(Path(shutil.copytree(tiny_entries / "fedntd", tmp_path / "fedntd")))
 
 
 @pytest.fixture(scope="session")
 def do(tmp_path_factory: pytest.TempPathFactory) -> Execute:
-    """Carries runs out, each once in all tests: a replay does not depend on the entry."""
+    """Executes runs, each config once in all tests: a replay does not depend on the entry."""
     store = tmp_path_factory.mktemp("replays")
-    known: dict[str, Path] = {}
+    stored: dict[str, Path] = {}
 
     def carried_out(runs: Sequence[Variant]) -> list[Outcome]:
         for run in runs:
-            if run.settings.toml in known:
-                shutil.copytree(known[run.settings.toml], run.folder)
+            if run.settings.toml in stored:
+                shutil.copytree(stored[run.settings.toml], run.folder)
         outcomes = tiny_ranking.do(runs)
         for run in runs:
-            if run.settings.toml not in known:
-                known[run.settings.toml] = Path(
-                    shutil.copytree(run.folder, store / str(len(known)))
-                )
+            if run.settings.toml not in stored:
+                copy = store / str(len(stored))
+                stored[run.settings.toml] = Path(shutil.copytree(run.folder, copy))
         return outcomes
 
     return carried_out

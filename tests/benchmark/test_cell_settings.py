@@ -1,9 +1,10 @@
-"""Where a run stands among the cells of a map."""
+"""The position of a run among the cells of a map."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from fedstill.benchmark.maps import setting_of
@@ -22,40 +23,54 @@ BASE = {
 }
 
 
-def ready(**more: object) -> Prepared:
-    return prepare(resolve(from_tree({**BASE, **more}, {}, None)))
+def ready(**changes: object) -> Prepared:
+    """A prepared run of four clients and 200 examples, with changes of its config."""
+    return prepare(resolve(from_tree({**BASE, **changes}, {}, None)))
+
+
+def divergence(p: np.ndarray, q: np.ndarray) -> float:
+    """The Jensen-Shannon divergence of two distributions."""
+    middle = (p + q) / 2
+    terms = []
+    for distribution in (p, q):
+        is_positive = distribution > 0
+        ratios = distribution[is_positive] / middle[is_positive]
+        terms.append((distribution[is_positive] * np.log(ratios)).sum())
+    return sum(terms) / 2
 
 
 def test_the_three_numbers_from_the_label_counts_by_hand() -> None:
     prepared = ready(partition={"kind": "dirichlet", "alpha": 0.5})
-    labels, parts = prepared.sites.train.labels.tolist(), prepared.sites.split
-    each = [[[labels[i] for i in parts[c]].count(k) for k in range(10)] for c in range(4)]
-    whole = [sum(own[k] for own in each) / 200 for k in range(10)]
-    apart, pace = 0.0, 0.0
-    for own in each:
-        p = [n / sum(own) for n in own]
-        for mine, all_of in zip(p, whole, strict=True):
-            middle = (mine + all_of) / 2
-            apart += sum(v * math.log(v / middle) / 2 for v in (mine, all_of) if v > 0) / 4
-        pace += 3 * math.ceil(sum(own) / 20) / sum(own) / 4
-    here = setting_of(prepared)
-    assert here
-    assert (here.labels_apart, here.steps_per_example) == pytest.approx((apart, pace), rel=1e-12)
-    assert here.clients_share == 0.25
+    labels = prepared.sites.train.labels.numpy()
+    counts = [np.bincount(labels[part], minlength=10) for part in prepared.sites.split]
+    all_labels = np.bincount(labels, minlength=10) / 200
+    divergences = []
+    steps_per_example = []
+    for client_counts in counts:
+        size = client_counts.sum()
+        divergences.append(divergence(client_counts / size, all_labels))
+        steps_per_example.append(3 * math.ceil(size / 20) / size)
+
+    setting = setting_of(prepared)
+
+    assert setting
+    assert setting.labels_apart == pytest.approx(np.mean(divergences), rel=1e-12)
+    assert setting.steps_per_example == pytest.approx(np.mean(steps_per_example), rel=1e-12)
+    assert setting.clients_share == 0.25
 
 
 def test_steps_that_a_plan_fixes_are_taken_as_they_are() -> None:
-    here = setting_of(ready(plan={"epochs": 0, "steps": 7, "batch": 20, "validation": 0.0}))
-    assert here
-    assert here.steps_per_example == pytest.approx(7 / 50)
+    setting = setting_of(ready(plan={"epochs": 0, "steps": 7, "batch": 20, "validation": 0.0}))
+    assert setting
+    assert setting.steps_per_example == pytest.approx(7 / 50)
 
 
 @pytest.mark.parametrize(
-    "more",
+    "changes",
     [
         {"rounds": 4, "stream": {"kind": "classes", "tasks": 2}},
         {"topology": {"kind": "sequential", "clients": 4}, "method": "fedseq"},
     ],
 )
-def test_tasks_and_chains_are_no_cells(more: dict[str, object]) -> None:
-    assert setting_of(ready(**more)) is None
+def test_tasks_and_chains_are_no_cells(changes: dict[str, object]) -> None:
+    assert setting_of(ready(**changes)) is None

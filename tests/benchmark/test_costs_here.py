@@ -1,10 +1,11 @@
-"""What a suite takes: from timed rounds, by the steps and examples that its runs will have."""
+"""The estimated cost of a suite, from timed rounds and the steps and examples of its runs."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,19 @@ from fedstill.running.preparation import prepare
 
 RESULTS = Path(__file__).parents[2] / "results" / "rank"
 
-EACH = UnitCosts(step=0.5, example=0.01, round=0.25)
+UNITS = UnitCosts(step=0.5, example=0.01, round=0.25)
+RELATIVE = RELATIVE_COST["space"]
+
+
+def seconds(suite: Suite, row: str, column: str, changes: dict[str, Any] | None = None) -> float:
+    """The estimated seconds of one run at these unit costs."""
+    return competing._run_seconds(suite, (row, column), UNITS, changes or {})
+
+
+def seconds_by_hand(*, steps: int, examples: int, rounds: int) -> float:
+    """The same from the steps and examples of a round."""
+    training = RELATIVE * (steps * UNITS.step + examples * UNITS.example)
+    return START_SECONDS + rounds * (training + UNITS.round)
 
 
 def test_minutes_are_the_arithmetic_of_all_runs(
@@ -27,27 +40,27 @@ def test_minutes_are_the_arithmetic_of_all_runs(
     """Even clients hold 30 examples: two clients' epoch in batches of 20 is 4 steps, joint's of 120
     is 6.
     """
-    mean = RELATIVE_COST["space"]
-    even, joint = (
-        START_SECONDS + 2 * (mean * (s * 0.5 + n * 0.01) + 0.25) for s, n in ((4, 60), (6, 120))
-    )
-    rows = ("FedAvg", "FedNTD", "joint")
-    assert [
-        competing._run_seconds(suite, (row, "even"), EACH, {}) for row in rows
-    ] == pytest.approx([even, even, joint])
-    uneven = [competing._run_seconds(suite, (row, "uneven"), EACH, {}) for row in rows]
-    monkeypatch.setattr(competing, "unit_costs", lambda tier: EACH)
+    even = seconds_by_hand(steps=4, examples=60, rounds=2)
+    joint = seconds_by_hand(steps=6, examples=120, rounds=2)
+    for row, expected in (("FedAvg", even), ("FedNTD", even), ("joint", joint)):
+        assert seconds(suite, row, "even") == pytest.approx(expected)
+    uneven = {row: seconds(suite, row, "uneven") for row in ("FedAvg", "FedNTD", "joint")}
+    trials = {}
+    for row in ("FedAvg", "FedNTD"):
+        trials[row] = seconds(suite, row, "uneven", suite.trial_settings(row))
+        assert trials[row] < uneven[row], "half the rounds"
+    monkeypatch.setattr(competing, "unit_costs", lambda tier: UNITS)
+
     minutes = competing.estimate_core_minutes(suite)
+
     assert minutes is not None
-    assert minutes.runs == pytest.approx(5 * (2 * even + joint + sum(uneven)) / 60)
-    tried = [
-        competing._run_seconds(suite, (row, "uneven"), EACH, suite.trial_settings(row))
-        for row in rows[:2]
-    ]
-    assert all(one < whole for one, whole in zip(tried, uneven, strict=False)), "half the rounds"
-    assert minutes.choosing == pytest.approx(3 * 2 * sum(tried) / 60), "two tries of each"
-    both = replace(suite, choices_from=suite)
-    assert competing.estimate_core_minutes(both) == replace(minutes, choosing=0)
+    all_columns = even + even + joint + sum(uneven.values())
+    assert minutes.runs == pytest.approx(5 * all_columns / 60), "five seeds"
+    assert minutes.choosing == pytest.approx(3 * 2 * sum(trials.values()) / 60), (
+        "two tries of three seeds for each row"
+    )
+    chosen_elsewhere = replace(suite, choices_from=suite)
+    assert competing.estimate_core_minutes(chosen_elsewhere) == replace(minutes, choosing=0)
 
 
 def test_a_trial_of_a_row_with_rounds_of_its_own_is_as_long_as_its_runs() -> None:
@@ -55,20 +68,15 @@ def test_a_trial_of_a_row_with_rounds_of_its_own_is_as_long_as_its_runs() -> Non
     images out.
     """
     suite = load_suite("digits-public")
-    whole, tried = (
-        {
-            row: competing._run_seconds(
-                suite,
-                (row, suite.choosing_column),
-                EACH,
-                suite.trial_settings(row) if trial else {},
-            )
-            for row in ("local only", "joint")
-        }
-        for trial in (False, True)
-    )
-    assert tried["joint"] - START_SECONDS == pytest.approx((whole["joint"] - START_SECONDS) / 2)
-    assert 0.75 < tried["local only"] / whole["local only"] < 0.9
+    column = suite.choosing_column
+
+    joint_run = seconds(suite, "joint", column) - START_SECONDS
+    joint_trial = seconds(suite, "joint", column, suite.trial_settings("joint")) - START_SECONDS
+    assert joint_trial == pytest.approx(joint_run / 2)
+
+    local_run = seconds(suite, "local only", column)
+    local_trial = seconds(suite, "local only", column, suite.trial_settings("local only"))
+    assert 0.75 < local_trial / local_run < 0.9
 
 
 @pytest.mark.parametrize(
@@ -92,40 +100,44 @@ def test_steps_are_those_of_the_journals_that_ship(name: str, row: str, column: 
     suite = load_suite(name)
     (variant,) = suite.recipe.variants([(row, column)], (0,), {}, Path())
     ready = prepare(variant.settings)
-    rounds = range(1, variant.settings.rounds + 1)
-    stages = [stage for number in rounds for stage in ready.settings.schedule(number, ready.world)]
-    counted = sum(competing.training_size(ready, stage).steps for stage in stages)
-    entries = (read_entry(place) for place in find_entries(RESULTS / f"{name}.runs.tar.xz"))
-    entry = next(one for one in entries if one.row == row)
-    events = read_journal(entry.run_folder(column, 0) / "journal.jsonl")
-    assert counted == sum(event.get("steps", 0) for event in events if event["event"] == "client")
+    counted = 0
+    for round in range(1, variant.settings.rounds + 1):
+        for stage in ready.settings.schedule(round, ready.world):
+            counted += competing.training_size(ready, stage).steps
+    entries = map(read_entry, find_entries(RESULTS / f"{name}.runs.tar.xz"))
+    entry = next(entry for entry in entries if entry.row == row)
+    journal = read_journal(entry.run_folder(column, 0) / "journal.jsonl")
+    client_events = [event for event in journal if event["event"] == "client"]
+    assert counted == sum(event.get("steps", 0) for event in client_events)
 
 
 @pytest.mark.parametrize("name", suite_names("digits"))
-def test_a_suite_takes_what_its_entries_took_as_fast_as_their_fedavg(name: str) -> None:
+def test_estimated_costs_relative_to_fedavg_are_those_of_the_entries_that_ship(name: str) -> None:
     """Machines differ by four times from suite to suite: only within one can seconds be
     compared.
     """
     suite = load_suite(name)
-    took = {
-        row.name: sum(score.seconds_cpu for score in row.scores.values())
-        for row in shipped_rows()[name]
-    }
-    base = "FedAvg" if "FedAvg" in suite.ranked_rows else suite.floor
-    steps = {
-        cell: competing._run_seconds(suite, cell, UnitCosts(step=1.0, example=0.0, round=0.0), {})
-        - START_SECONDS
-        for cell in suite.recipe.cells()
-    }
-    once = (
-        sum(steps[base, column] for column in suite.columns_of(base)) / RELATIVE_COST[suite.track]
-    )
-    assert sum(steps.values()) / once == pytest.approx(sum(took.values()) / took[base], rel=0.2)
+    base = suite.floor
+    if "FedAvg" in suite.ranked_rows:
+        base = "FedAvg"
+    seconds_of_rows = {}
+    for row in shipped_rows()[name]:
+        seconds_of_rows[row.name] = sum(score.seconds_cpu for score in row.scores.values())
+    steps_alone = UnitCosts(step=1.0, example=0.0, round=0.0)
+    estimates = {}
+    for cell in suite.recipe.cells():
+        estimates[cell] = competing._run_seconds(suite, cell, steps_alone, {}) - START_SECONDS
+
+    base_estimate = sum(estimates[base, column] for column in suite.columns_of(base))
+    estimated = sum(estimates.values()) * RELATIVE_COST[suite.track] / base_estimate
+    measured = sum(seconds_of_rows.values()) / seconds_of_rows[base]
+    assert estimated == pytest.approx(measured, rel=0.2)
 
 
-def test_a_timed_rounds_steps_and_examples_are_its_own(suite: Suite) -> None:
+def test_a_timed_round_counts_its_steps_and_examples(suite: Suite) -> None:
     """A batch as large as a client makes one step of it, and the examples are the same."""
-    small, large = (competing._time_rounds(suite, batch) for batch in (1, 1000))
+    small = competing._time_rounds(suite, 1)
+    large = competing._time_rounds(suite, 1000)
     assert small.size.steps == small.size.examples == large.size.examples, (
         "an epoch in steps of one example"
     )
@@ -134,5 +146,7 @@ def test_a_timed_rounds_steps_and_examples_are_its_own(suite: Suite) -> None:
     assert large.round > 0
     competing.unit_costs.cache_clear()
     costs = asdict(competing.unit_costs("digits"))
-    assert all(math.isfinite(v) and v >= 0 for v in costs.values())
+    for cost in costs.values():
+        assert math.isfinite(cost)
+        assert cost >= 0
     competing.unit_costs.cache_clear()

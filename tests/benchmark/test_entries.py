@@ -1,4 +1,4 @@
-"""Entries: whole ones pass, forged ones are refused by name, and a replay gives the same bits."""
+"""Complete entries pass, forged ones are refused by name, and a replay gives the same bits."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ def test_a_whole_entry_passes_every_check(entry: Entry, suite: Suite) -> None:
 
 
 def test_it_holds_no_times_but_the_processors(entry: Entry) -> None:
-    lines = (entry.run_folder("uneven", 0) / "journal.jsonl").read_text().splitlines()
-    keys = {key for line in lines for key in json.loads(line) if key.startswith("seconds")}
-    assert keys == {"seconds_cpu"}
-    assert {p.name for p in entry.folder.rglob("*.safetensors")} == {"split.safetensors"}
+    keys: set[str] = set()
+    for line in (entry.run_folder("uneven", 0) / "journal.jsonl").read_text().splitlines():
+        keys |= json.loads(line).keys()
+    assert {key for key in keys if key.startswith("seconds")} == {"seconds_cpu"}
+    assert {path.name for path in entry.folder.rglob("*.safetensors")} == {"split.safetensors"}
 
 
 def test_a_changed_key_is_refused(entry: Entry) -> None:
@@ -71,9 +72,9 @@ def test_a_missing_seed_is_refused(entry: Entry) -> None:
 
 
 def test_a_seed_more_is_refused(entry: Entry) -> None:
-    other = entry.folder / "uneven" / "seed7"
-    other.mkdir()
-    (other / "config.toml").write_bytes((entry.folder / RUN / "config.toml").read_bytes())
+    folder = entry.folder / "uneven" / "seed7"
+    folder.mkdir()
+    (folder / "config.toml").write_bytes((entry.folder / RUN / "config.toml").read_bytes())
     (wrong,) = refusals(entry.folder)
     assert "uneven/seed7/config.toml" in wrong
 
@@ -90,9 +91,7 @@ def test_a_summary_that_does_not_follow_from_its_journal_is_refused(entry: Entry
 
 
 def test_a_swapped_choice_is_refused(entry: Entry) -> None:
-    told(
-        entry, lambda tree: tree["choice"].__setitem__("scores", [[0.9, 0.9, 0.9], [0.1, 0.1, 0.1]])
-    )
+    told(entry, lambda tree: tree["choice"].update(scores=[[0.9, 0.9, 0.9], [0.1, 0.1, 0.1]]))
     assert any("try 1" in wrong for wrong in refusals(entry.folder))
 
 
@@ -110,26 +109,20 @@ def test_a_version_that_is_not_here_and_another_method_are_refused(entry: Entry)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        (lambda tree: tree.__setitem__("row", 3), "row"),
+        (lambda tree: tree.update(row=3), "row"),
         (lambda tree: tree.pop("digests"), "'digests'"),
-        (lambda tree: tree["choice"].__setitem__("scores", [["x"]]), "scores"),
-        (
-            lambda tree: tree.__setitem__("file", "../../evil.py"),
-            "'../../evil.py'",
-        ),
-        (
-            lambda tree: tree.update(row="mine", method="os:system"),
-            "'os:system'",
-        ),
+        (lambda tree: tree["choice"].update(scores=[["x"]]), "scores"),
+        (lambda tree: tree.update(file="../../evil.py"), "'../../evil.py'"),
+        (lambda tree: tree.update(row="mine", method="os:system"), "'os:system'"),
     ],
 )
-def test_what_entry_toml_must_not_say(
-    entry: Entry, change: Callable[[dict[str, Any]], object], said: str
+def test_values_that_entry_toml_must_not_have_are_refused(
+    entry: Entry, change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
     told(entry, change)
-    assert said in refusals(entry.folder)[0]
+    assert message in refusals(entry.folder)[0]
 
 
 def test_links_strange_and_large_files_are_refused_before_anything_is_read(entry: Entry) -> None:
@@ -152,18 +145,20 @@ def test_a_replay_gives_the_same_bits_and_its_runs_are_drawn_by_the_entry(
     assert places == draw_runs(entry, suite, 2)
     assert len(set(places)) == 2
     assert len(draw_runs(entry, suite, 99)) == 10
-    assert [one.level for one in replay_runs(entry, places, tiny_ranking.do)] == ["bits", "bits"]
-    assert [one.level for one in replay_runs(entry, places[:1], tiny_ranking.do, rounds=1)] == [
-        "bits"
-    ]
+
+    for replayed in replay_runs(entry, places, tiny_ranking.do):
+        assert replayed.level == "bits"
+    (replayed,) = replay_runs(entry, places[:1], tiny_ranking.do, rounds=1)
+    assert replayed.level == "bits"
 
 
 def test_a_run_is_shortened_where_its_first_rounds_stay_what_they_are(suite: Suite) -> None:
     assert first_rounds(1, suite, "FedAvg") == {"rounds": 1}
-    assert first_rounds(0, suite, "FedAvg") == first_rounds(2, suite, "FedAvg") == {}, (
-        "all of its two rounds"
-    )
-    public, time = load_suite("digits-public"), load_suite("digits-time")
+    assert first_rounds(0, suite, "FedAvg") == {}
+    assert first_rounds(2, suite, "FedAvg") == {}, "all of its two rounds"
+
+    public = load_suite("digits-public")
+    time = load_suite("digits-time")
     assert first_rounds(3, public, "FedMD") == {}, "a stage follows its last round"
     assert first_rounds(3, public, "local only") == {}, "it has a number of its own"
     assert first_rounds(3, time, "replay") == {}, "tasks share the rounds"

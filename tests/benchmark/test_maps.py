@@ -1,11 +1,14 @@
-"""Maps as files, on the ranking's page and in Markdown, from one made up by hand."""
+"""Maps as files, on the ranking's page and in Markdown, with made-up scores."""
 
 from __future__ import annotations
 
 import html
+import itertools
+import re
 from dataclasses import replace
 from math import nan
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tools.ranking import floor_table, gain_table, markdown_maps
@@ -24,38 +27,42 @@ from fedstill.benchmark.maps import (
     shipped_maps,
 )
 from fedstill.benchmark.page import ranking_page
-from fedstill.benchmark.scoring import Score
 from fedstill.core.errors import CorruptFile
+from made_up_scores import made_up_score
 
 
 def made_up(row: str = "FedNTD", floor: float = 0.5) -> MethodMap:
     """36 cells on three seeds: a gain that grows with the epochs, and seeds that disagree where two
-    take part.
+    clients are sampled.
 
     ``floor``: FedAvg's accuracy, which is lower by a tenth on the most uneven split.
     """
     cells = []
-    for i, alpha in enumerate(AXES["partition.alpha"]):
-        for epochs in AXES["plan.epochs"]:
-            for sampled in AXES["topology.sampled"]:
-                spread = 0.5 if sampled == 2 else 0.01
-                theirs = {s: _score(floor - 0.1 * (i == 0)) for s in range(3)}
-                ours = {
-                    s: _score(theirs[s].accuracy + 0.01 * epochs - 0.02 * i + spread * (s - 1))
-                    for s in range(3)
-                }
-                values = {
-                    "partition.alpha": alpha,
-                    "plan.epochs": epochs,
-                    "topology.sampled": sampled,
-                }
-                there = {s: Setting(0.1 * i, epochs / 20, sampled / 20) for s in range(3)}
-                cells.append(MapCell(values, ours, theirs, there))
+    for combination in itertools.product(*AXES.values()):
+        values = dict(zip(AXES, combination, strict=True))
+        split_rank = list(AXES["partition.alpha"]).index(values["partition.alpha"])
+        cells.append(made_up_cell(values, split_rank, floor))
     return MethodMap(row, {key: list(values) for key, values in AXES.items()}, cells)
 
 
-def _score(accuracy: float) -> Score:
-    return Score(accuracy, 0.9, accuracy / 0.9, 0.1, nan, nan, 10, 10, 1.5, 30)
+def made_up_cell(values: dict[str, Any], split_rank: int, floor: float) -> MapCell:
+    """A cell on one of the splits, which are counted from the most uneven one."""
+    epochs = values["plan.epochs"]
+    sampled = values["topology.sampled"]
+    spread = 0.01
+    if sampled == 2:
+        spread = 0.5
+    floor_accuracy = floor
+    if split_rank == 0:
+        floor_accuracy = floor - 0.1
+    mean_gain = 0.01 * epochs - 0.02 * split_rank
+    gains = {seed: mean_gain + spread * (seed - 1) for seed in range(3)}
+    return MapCell(
+        values,
+        {seed: made_up_score(floor_accuracy + gain) for seed, gain in gains.items()},
+        {seed: made_up_score(floor_accuracy) for seed in gains},
+        dict.fromkeys(gains, Setting(0.1 * split_rank, epochs / 20, sampled / 20)),
+    )
 
 
 @pytest.fixture
@@ -68,10 +75,11 @@ def ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, MethodMa
 
 
 def test_a_map_over_another_row_says_so_and_comes_back(tmp_path: Path) -> None:
-    one = replace(made_up(), floor="Plain <b>")
-    assert "points over Plain <b> at" in one.summary
-    assert parse_map(map_text(one)).floor == "Plain <b>"
-    write_map(one, tmp_path)
+    renamed = replace(made_up(), floor="Plain <b>")
+    assert "points over Plain <b> at" in renamed.summary
+    assert parse_map(map_text(renamed)).floor == "Plain <b>"
+
+    write_map(renamed, tmp_path)
     page = (tmp_path / "index.html").read_text()
     assert "Gain over Plain &lt;b&gt;" in page
     assert "FedAvg" not in page
@@ -81,106 +89,86 @@ def test_a_map_over_another_row_says_so_and_comes_back(tmp_path: Path) -> None:
 def test_a_map_is_read_back_as_it_was_written(ships: dict[str, MethodMap]) -> None:
     assert list(ships) == ["fedntd", "fedlc"], "in the order of the page"
     for name, row in (("fedntd", "FedNTD"), ("fedlc", "FedLC")):
-        one, back = made_up(row), ships[name]
-        assert (back.row, back.axes) == (row, one.axes)
-        assert back.summary == one.summary
-        assert [(c.values, c.gains, c.settings) for c in back.cells] == [
-            (c.values, c.gains, c.settings) for c in one.cells
-        ]
-        assert map_text(back) == map_text(one)
+        original = made_up(row)
+        parsed = ships[name]
+        assert parsed.row == row
+        assert parsed.axes == original.axes
+        assert parsed.summary == original.summary
+        for cell, original_cell in zip(parsed.cells, original.cells, strict=True):
+            assert cell.values == original_cell.values
+            assert cell.gains == original_cell.gains
+            assert cell.settings == original_cell.settings
+        assert map_text(parsed) == map_text(original)
 
 
 def test_a_map_that_lacks_a_run_is_refused() -> None:
-    lines = map_text(made_up()).splitlines(keepends=True)
-    for text in (
-        "".join(lines[:-1]),
-        lines[0],
-        "a,b\n1,2\n",
-        "",
-        "".join([*lines, lines[-1].replace("FedAvg", "X")]),
-    ):
+    head, *_ = lines = map_text(made_up()).splitlines(keepends=True)
+    without_a_run = "".join(lines[:-1])
+    with_another_row = "".join([*lines, lines[-1].replace("FedAvg", "X")])
+    for text in (without_a_run, head, "a,b\n1,2\n", "", with_another_row):
         with pytest.raises(CorruptFile, match="map"):
             parse_map(text)
 
 
 def test_what_the_floor_kept_is_not_shown_where_its_runs_do_not_say_it() -> None:
-    one = made_up()
-    assert cell_table(one).lines[0][-1] != "–"
-    cells = [
-        replace(c, floor_scores={s: replace(own, kept=nan) for s, own in c.floor_scores.items()})
-        for c in one.cells
-    ]
-    assert {line[-1] for line in cell_table(replace(one, cells=cells)).lines} == {"–"}
+    complete = made_up()
+    assert cell_table(complete).lines[0][-1] != "–"
+
+    cells = []
+    for cell in complete.cells:
+        scores = cell.floor_scores.items()
+        cells.append(
+            replace(cell, floor_scores={seed: replace(score, kept=nan) for seed, score in scores})
+        )
+    table = cell_table(replace(complete, cells=cells))
+    assert {line[-1] for line in table.lines} == {"–"}
 
 
 def test_the_table_has_every_cell_once(ships: dict[str, MethodMap]) -> None:
+    """A tilde marks a gain about whose sign the seeds disagree."""
     table = gain_table(ships["fedntd"])
-    head, lines = table.head, table.lines
-    assert head[:4] == [
-        "alpha",
-        "sampled 2, epochs 1",
-        "sampled 2, epochs 3",
-        "sampled 2, epochs 10",
-    ]
-    assert lines[0] == [
-        "0.05",
-        "~+1.0",
-        "~+3.0",
-        "~+10.0",
-        "~+1.0",
-        "+3.0",
-        "+10.0",
-        "~+1.0",
-        "+3.0",
-        "+10.0",
-    ]
-    assert lines[3] == [
-        "even",
-        "~-5.0",
-        "~-3.0",
-        "~+4.0",
-        "-5.0",
-        "-3.0",
-        "+4.0",
-        "-5.0",
-        "-3.0",
-        "+4.0",
-    ]
+    first_columns = ["alpha", "sampled 2, epochs 1", "sampled 2, epochs 3", "sampled 2, epochs 10"]
+    assert table.head[:4] == first_columns
+    most_uneven = "0.05 ~+1.0 ~+3.0 ~+10.0 ~+1.0 +3.0 +10.0 ~+1.0 +3.0 +10.0"
+    assert table.lines[0] == most_uneven.split()
+    even = "even ~-5.0 ~-3.0 ~+4.0 -5.0 -3.0 +4.0 -5.0 -3.0 +4.0"
+    assert table.lines[3] == even.split()
 
 
 def test_page_and_markdown_say_the_same_and_what_is_missing(ships: dict[str, MethodMap]) -> None:
-    page, text = html.unescape(ranking_page([], ships)), markdown_maps(ships)
-    for one in ships.values():
-        assert one.summary in page
-        assert one.summary in text
-    left = "FedADKD, FedProx, SCAFFOLD, FedSOL."
-    assert left in text
-    assert left in page
+    page = html.unescape(ranking_page([], ships))
+    text = markdown_maps(ships)
+    missing = "FedADKD, FedProx, SCAFFOLD, FedSOL."
+    for document in (page, text):
+        assert ships["fedntd"].summary in document
+        assert ships["fedlc"].summary in document
+        assert missing in document
+        assert "in 9 of 36" in document
     assert page.count('class="chart"') == 2 * 3
     assert text.count("| 0.05 |") == 3, "FedAvg's own accuracy, and two maps"
-    for told in (page, text):
-        assert "in 9 of 36" in told
+
+
+def sections(text: str) -> list[str]:
+    """The headings of a Markdown text's sections."""
+    return re.findall("^### (.*)", text, re.MULTILINE)
 
 
 def test_fedavgs_own_accuracy_stands_once_above_the_maps_that_have_it(
     ships: dict[str, MethodMap],
 ) -> None:
     table = floor_table(ships["fedntd"])
-    head, lines = table.head, table.lines
-    assert head == gain_table(ships["fedntd"]).head
-    assert lines == [
-        ["0.05", *["40.0"] * 9],
-        *([str(a), *["50.0"] * 9] for a in AXES["partition.alpha"][1:]),
-    ]
-    heads = [line for line in markdown_maps(ships).splitlines() if line.startswith("### ")]
-    assert heads == ["### FedAvg", "### FedNTD", "### FedLC"]
-    other = markdown_maps({**ships, "fedsol": made_up("FedSOL", 0.3)})
-    assert [line for line in other.splitlines() if line.startswith("### ")] == [
-        *heads,
-        "### FedAvg",
-        "### FedSOL",
-    ]
-    assert f"| 0.05 | {' | '.join(['40.0'] * 9)} |" in markdown_maps(ships)
+    assert table.head == gain_table(ships["fedntd"]).head
+    most_uneven, *further_alphas = AXES["partition.alpha"]
+    expected = [[str(most_uneven), *["40.0"] * 9]]
+    expected += [[str(alpha), *["50.0"] * 9] for alpha in further_alphas]
+    assert table.lines == expected
+
+    text = markdown_maps(ships)
+    assert sections(text) == ["FedAvg", "FedNTD", "FedLC"]
+    assert f"| 0.05 | {' | '.join(['40.0'] * 9)} |" in text
+
+    with_lower_floor = markdown_maps({**ships, "fedsol": made_up("FedSOL", 0.3)})
+    assert sections(with_lower_floor) == ["FedAvg", "FedNTD", "FedLC", "FedAvg", "FedSOL"]
 
 
 def test_nothing_is_guessed_where_no_map_ships() -> None:

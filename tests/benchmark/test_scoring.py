@@ -1,9 +1,10 @@
-"""What the ranking takes from a journal, by hand; choosing, entering and resuming on a tiny
+"""Scores of journals written by hand; fields are chosen, and rows entered and resumed, on a tiny
 suite.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -45,137 +46,153 @@ from fedstill.running.compare import Outcome, Variant, carry_out_runs, variants
 from fedstill.running.journal import read_journal, without_times
 from forged_entries import refusals
 
+Events = list[dict[str, Any]]
+ClassAccuracies = tuple[float, float]
 
-def journal(folder: Path, events: Sequence[dict[str, Any]]) -> Path:
+
+def journal(folder: Path, events: Events) -> Path:
+    """The folder of a run, with a journal of these events."""
     folder.mkdir(exist_ok=True)
-    (folder / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    lines = [json.dumps(event) + "\n" for event in events]
+    (folder / "journal.jsonl").write_text("".join(lines))
     return folder
 
 
-def rounds(accuracies: Sequence[Sequence[float]], **more: Any) -> list[dict[str, Any]]:
-    """A journal of so many rounds with these class accuracies."""
-    start: list[dict[str, Any]] = [
+def rounds(accuracies: Sequence[ClassAccuracies], **fields: Any) -> Events:
+    """The events of a run with these class accuracies in its rounds, and further fields of
+    rounds.
+    """
+    events: Events = [
         {"event": "start", "classes": ["a", "b"]},
         {"event": "initial", "accuracy": 0.0, "class_accuracy": [0.0, 0.0]},
     ]
-    shared = {
-        "event": "round",
-        "forgetting": 0.25,
-        "bytes_up": 10,
-        "bytes_down": 20,
-        "seconds_cpu": 0.5,
-    }
-    return start + [
-        {**shared, "round": i + 1, "accuracy": float(np.mean(a)), "class_accuracy": list(a), **more}
-        for i, a in enumerate(accuracies)
-    ]
+    for round, class_accuracy in enumerate(accuracies, 1):
+        event = {
+            "event": "round",
+            "round": round,
+            "accuracy": float(np.mean(class_accuracy)),
+            "class_accuracy": list(class_accuracy),
+            "forgetting": 0.25,
+            "bytes_up": 10,
+            "bytes_down": 20,
+            "seconds_cpu": 0.5,
+        }
+        events.append({**event, **fields})
+    return events
 
 
 def test_learned_times_kept_is_the_accuracy(tmp_path: Path) -> None:
     """Ten rounds, two rows: class 0 goes from .8 to .4, class 1 from .2 to .6; best .8 and .6, last
     .4 and .6.
     """
-    own = score_of(journal(tmp_path, rounds([(0.8, 0.2)] * 5 + [(0.4, 0.6)] * 5)), 10)
-    assert own.learned == pytest.approx(0.7, abs=1e-12)
-    assert own.accuracy == pytest.approx(0.5, abs=1e-12)
-    assert own.kept == pytest.approx(0.5 / 0.7, abs=1e-12)
-    assert own.learned * own.kept == pytest.approx(own.accuracy, abs=1e-12)
-    assert (own.bytes_up, own.bytes_down, own.sent, own.seconds_cpu, own.rounds) == (
-        100,
-        200,
-        300,
-        5.0,
-        10,
-    )
-    assert math.isnan(own.average_forgetting)
+    score = score_of(journal(tmp_path, rounds([(0.8, 0.2)] * 5 + [(0.4, 0.6)] * 5)), 10)
+    assert score.learned == pytest.approx(0.7, abs=1e-12)
+    assert score.accuracy == pytest.approx(0.5, abs=1e-12)
+    assert score.kept == pytest.approx(0.5 / 0.7, abs=1e-12)
+    assert score.learned * score.kept == pytest.approx(score.accuracy, abs=1e-12)
+    assert score.bytes_up == 100
+    assert score.bytes_down == 200
+    assert score.sent == 300
+    assert score.seconds_cpu == 5.0
+    assert score.rounds == 10
+    assert math.isnan(score.average_forgetting)
 
 
 def test_rows_are_means_of_five_successive_rounds_the_last_of_the_last_five(tmp_path: Path) -> None:
-    steps = [(i / 10, 0.0) for i in range(7)]
-    rows = accuracy_matrix(rounds(steps), 7)
-    assert rows[:, 0] == pytest.approx([np.mean([0.2, 0.3, 0.4, 0.5, 0.6])], abs=1e-12)
-    rows = accuracy_matrix(rounds([(i / 20, 0.0) for i in range(12)]), 12)
-    assert rows[:, 0] == pytest.approx(
-        [np.mean(np.arange(2, 7)) / 20, np.mean(np.arange(7, 12)) / 20], abs=1e-12
-    )
-    assert len(accuracy_matrix(rounds(steps[:3]), 3)) == 1
+    seven_rounds = [(step / 10, 0.0) for step in range(7)]
+    first_class = accuracy_matrix(rounds(seven_rounds), 7)[:, 0]
+    assert first_class == pytest.approx([np.mean([0.2, 0.3, 0.4, 0.5, 0.6])], abs=1e-12)
+
+    twelve_rounds = [(step / 20, 0.0) for step in range(12)]
+    first_class = accuracy_matrix(rounds(twelve_rounds), 12)[:, 0]
+    expected = [np.mean(np.arange(2, 7)) / 20, np.mean(np.arange(7, 12)) / 20]
+    assert first_class == pytest.approx(expected, abs=1e-12)
+
+    assert len(accuracy_matrix(rounds(seven_rounds[:3]), 3)) == 1
 
 
-@pytest.mark.parametrize(("asked", "known"), [(1, True), (2, False), (9, False), (10, True)])
-def test_what_was_kept_of_one_row_is_not_known_but_of_one_round(
-    asked: int, known: bool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("count", "share"), [(1, 1.0), (2, math.nan), (9, math.nan), (10, (0.4 * 5) / (0.8 + 0.4 * 4))]
+)
+def test_the_share_kept_of_one_row_is_unknown_except_in_one_round(
+    count: int, share: float, tmp_path: Path
 ) -> None:
     """Half is lost in the second round; means of five successive rounds show it from ten rounds
     on.
     """
-    own = score_of(journal(tmp_path, rounds([(0.8, 0.8), *[(0.4, 0.4)] * 9][:asked])), asked)
-    assert math.isnan(own.kept) is not known
-    assert asked == 1 or not known or own.kept < 1
+    accuracies = [(0.8, 0.8), *[(0.4, 0.4)] * 9]
+    score = score_of(journal(tmp_path, rounds(accuracies[:count])), count)
+    assert score.kept == pytest.approx(share, nan_ok=True)
 
 
 def test_a_run_that_diverged_counts_as_its_last_good_round(tmp_path: Path) -> None:
-    own = score_of(journal(tmp_path, rounds([(0.8, 0.2)] * 5 + [(0.4, 0.6)])), 15)
-    assert (own.accuracy, own.rounds) == (pytest.approx(0.5), 6)
-    nothing = score_of(journal(tmp_path, rounds([])), 10)
-    assert (nothing.accuracy, nothing.kept, nothing.rounds) == (0.0, 0.0, 0)
+    score = score_of(journal(tmp_path, rounds([(0.8, 0.2)] * 5 + [(0.4, 0.6)])), 15)
+    assert score.accuracy == pytest.approx(0.5)
+    assert score.rounds == 6
+
+    without_rounds = score_of(journal(tmp_path, rounds([])), 10)
+    assert without_rounds.accuracy == 0.0
+    assert without_rounds.kept == 0.0
+    assert without_rounds.rounds == 0
+
+
+def task_end(task: int, correct: list[int]) -> dict[str, Any]:
+    """The event of a task's end, after as many rounds, with ten test examples of each class."""
+    return {
+        "event": "task",
+        "task": task,
+        "round": task,
+        "correct": [correct],
+        "totals": [[10, 10]],
+        "row": [count / 10 for count in correct],
+    }
 
 
 def test_tasks_are_scored_by_class_at_their_ends(tmp_path: Path) -> None:
     """Two tasks of one class: class 0 has 8 of 10 right, then 2; class 1 none, then 6."""
-    stream = {"stream": {"classes": [[0], [1]], "first_rounds": [1, 2]}}
-    ends = [
-        {
-            "event": "task",
-            "task": 0,
-            "round": 0,
-            "correct": [[0, 0]],
-            "totals": [[10, 10]],
-            "row": [0, 0],
-        },
-        {
-            "event": "task",
-            "task": 1,
-            "round": 1,
-            "correct": [[8, 0]],
-            "totals": [[10, 10]],
-            "row": [0.8, 0],
-        },
-        {
-            "event": "task",
-            "task": 2,
-            "round": 2,
-            "correct": [[2, 6]],
-            "totals": [[10, 10]],
-            "row": [0.2, 0.6],
-        },
-    ]
     events = rounds([(0.8, 0.0), (0.2, 0.6)])
-    own = score_of(journal(tmp_path, [{**events[0], **stream}, *events[1:], *ends]), 2)
-    assert (own.learned, own.accuracy) == (pytest.approx(0.7), pytest.approx(0.4))
-    assert (own.average_forgetting, own.backward_transfer) == (
-        pytest.approx(0.6),
-        pytest.approx(-0.6),
-    )
+    events[0]["stream"] = {"classes": [[0], [1]], "first_rounds": [1, 2]}
+    events += [task_end(0, [0, 0]), task_end(1, [8, 0]), task_end(2, [2, 6])]
+
+    score = score_of(journal(tmp_path, events), 2)
+
+    assert score.learned == pytest.approx(0.7)
+    assert score.accuracy == pytest.approx(0.4)
+    assert score.average_forgetting == pytest.approx(0.6)
+    assert score.backward_transfer == pytest.approx(-0.6)
+
+
+def answer(client: int, accuracy_before: float | None, accuracy: float) -> dict[str, Any]:
+    """The result of a client that asks for the other class."""
+    return {
+        "client": client,
+        "query": [1 - client],
+        "average_accuracy_before": accuracy_before,
+        "average_accuracy": accuracy,
+    }
+
+
+def round_with_answers(*answers: dict[str, Any], has_queries: bool = True) -> Events:
+    """A run of one round among peers, whose first event says whether there are queries."""
+    events = rounds([(0.1, 0.1)], answers=list(answers))
+    if has_queries:
+        events[0]["queries"] = {"0": [1], "1": [0]}
+    return events
 
 
 def test_peers_are_scored_by_client_before_and_after(tmp_path: Path) -> None:
-    answers = [
-        {"client": 0, "query": [1], "average_accuracy_before": 0.5, "average_accuracy": 0.7},
-        {"client": 1, "query": [0], "average_accuracy_before": 0.6, "average_accuracy": 0.4},
-    ]
-    own = score_of(journal(tmp_path, asked(rounds([(0.1, 0.1)], answers=answers))), 1)
-    assert (own.learned, own.accuracy) == (pytest.approx(0.65), pytest.approx(0.55))
-    lone = {"client": 0, "query": [1], "average_accuracy_before": None, "average_accuracy": 0.7}
-    answers = [lone]
-    assert score_of(journal(tmp_path, asked(rounds([(0.1, 0.1)], answers=answers))), 1).kept == 1
-    assert score_of(
-        journal(tmp_path, rounds([(0.1, 0.1)], answers=answers)), 1
-    ).accuracy == pytest.approx(0.1)
+    events = round_with_answers(answer(0, 0.5, 0.7), answer(1, 0.6, 0.4))
+    score = score_of(journal(tmp_path, events), 1)
+    assert score.learned == pytest.approx(0.65)
+    assert score.accuracy == pytest.approx(0.55)
 
+    without_a_past = answer(0, None, 0.7)
+    score = score_of(journal(tmp_path, round_with_answers(without_a_past)), 1)
+    assert score.kept == 1
 
-def asked(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events of a run in which clients ask, which its first event says."""
-    return [{**events[0], "queries": {"0": [1], "1": [0]}}, *events[1:]]
+    without_queries = round_with_answers(without_a_past, has_queries=False)
+    score = score_of(journal(tmp_path, without_queries), 1)
+    assert score.accuracy == pytest.approx(0.1)
 
 
 def test_a_journal_that_cannot_be_scored_is_named(tmp_path: Path) -> None:
@@ -184,42 +201,45 @@ def test_a_journal_that_cannot_be_scored_is_named(tmp_path: Path) -> None:
 
 
 def test_the_suites_fedavg_is_that_of_compare_to_the_bit(
-    suite: Suite, made: Path, tmp_path: Path
+    suite: Suite, tiny_entries: Path, tmp_path: Path
 ) -> None:
     recipe = suite.recipe
     tree = {**recipe.common, **recipe.columns["uneven"], "method": "fedavg"}
     tree["plan"] = {**tree["plan"], "lr": 0.1}
-    (ours,) = variants(from_tree(tree, {}, None), tmp_path, seeds=(2,))
-    tiny_ranking.do([ours])
-    here = [without_times(e) for e in read_journal(ours.folder / "journal.jsonl")]
-    entered = [
-        without_times(e)
-        for e in read_journal(made / "fedavg" / "uneven" / "seed2" / "journal.jsonl")
-    ]
-    assert here == entered
+    (plain_run,) = variants(from_tree(tree, {}, None), tmp_path, seeds=(2,))
+    tiny_ranking.do([plain_run])
+
+    journal_of_plain_run = read_journal(plain_run.folder / "journal.jsonl")
+    entered_run = tiny_entries / "fedavg" / "uneven" / "seed2"
+    journal_of_entry = read_journal(entered_run / "journal.jsonl")
+    assert list(map(without_times, journal_of_plain_run)) == list(
+        map(without_times, journal_of_entry)
+    )
 
 
 def test_fields_are_chosen_and_the_same_call_does_nothing_anew(
     suite: Suite, tmp_path: Path
 ) -> None:
-    done: list[Path] = []
+    executed: list[Path] = []
 
     def counting(runs: Sequence[Variant]) -> list[Outcome]:
-        done.extend(run.folder for run in runs if not (run.folder / "summary.json").is_file())
+        folders = [run.folder for run in runs]
+        executed.extend(folder for folder in folders if not (folder / "summary.json").is_file())
         return tiny_ranking.do(runs)
 
     bare = replace(suite, choices={})
     with pytest.raises(ConfigError, match="FedAvg"):
         bare.chosen_fields("FedAvg")
     chosen = choose_fields(bare, ["FedAvg"], tmp_path, counting)
-    assert len(done) == 2 * 3
+    assert len(executed) == 2 * 3
     choice = chosen.choices["FedAvg"]
     trials = bare.trials("FedAvg", tmp_path / suite.name / "choosing")
-    scores = [[score_of(run.folder, 1).accuracy for run in runs] for runs in trials]
-    assert [list(own) for own in choice.scores] == scores
+    for runs, scores in zip(trials, choice.scores, strict=True):
+        assert list(scores) == [score_of(run.folder, 1).accuracy for run in runs]
+
     assert choose_fields(bare, ["FedAvg"], tmp_path, counting).choices == chosen.choices
-    assert len(done) == 2 * 3, "all runs were there"
-    assert with_stored_choices(bare, tmp_path).choices["FedAvg"] == choice, "it was kept"
+    assert len(executed) == 2 * 3, "all runs exist already"
+    assert with_stored_choices(bare, tmp_path).choices["FedAvg"] == choice, "it is stored"
 
 
 RATES = [{"plan.lr": 0.01}, {"plan.lr": 0.1}, {"plan.lr": 1.0}]
@@ -257,12 +277,12 @@ def test_another_learning_rate_makes_the_choices_of_other_rows_invalid(
     rated: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_rate = replace(rated, rate_row="FedAvg", choices={"FedAvg": BEST_RATE})
-    both = choose_fields(by_rate, ["FedNTD"], tmp_path, tiny_ranking.do)
-    assert list(both.choices) == ["FedAvg", "FedNTD"]
+    chosen = choose_fields(by_rate, ["FedNTD"], tmp_path, tiny_ranking.do)
+    assert list(chosen.choices) == ["FedAvg", "FedNTD"]
 
     monkeypatch.setattr(competing, "choice_of", lambda *_: BEST_RATE)
     same = choose_fields(by_rate, ["FedAvg"], tmp_path, tiny_ranking.do)
-    assert same.choices == both.choices
+    assert same.choices == chosen.choices
     first_is_best = replace(BEST_RATE, scores=BEST_RATE.scores[::-1])
     monkeypatch.setattr(competing, "choice_of", lambda *_: first_is_best)
     again = choose_fields(by_rate, ["FedAvg"], tmp_path, tiny_ranking.do)
@@ -288,40 +308,42 @@ def test_the_row_whose_learning_rate_all_have_is_chosen_first(suite: Suite, tmp_
     chosen = choose_fields(bare, ["FedNTD", "FedAvg"], tmp_path, tiny_ranking.do)
     assert list(chosen.choices) == ["FedAvg", "FedNTD"]
     rate = chosen.chosen_fields("FedAvg").get("plan.lr", 0.05)
-    tried = {
-        own.lr
-        for runs in chosen.trials("FedNTD", tmp_path)
-        for run in runs
-        for own in run.settings.plans.values()
-    }
-    assert tried == {rate}
+    for run in itertools.chain.from_iterable(chosen.trials("FedNTD", tmp_path)):
+        assert {plan.lr for plan in run.settings.plans.values()} == {rate}
 
 
-def outcomes(runs: Sequence[Variant], state: str, error: Exception | None = None) -> list[Outcome]:
+def failed(runs: Sequence[Variant], error: Exception) -> list[Outcome]:
+    """The outcomes of runs that all ended with an error."""
     kind = type(error)
-    trace = f"Traceback\n{kind.__module__}.{kind.__name__}: {error}" if error else ""
-    return [Outcome(run, 2, state=state, problem=str(error or ""), trace=trace) for run in runs]
+    trace = f"Traceback\n{kind.__module__}.{kind.__name__}: {error}"
+    return [Outcome(run, 2, state="failed", problem=str(error), trace=trace) for run in runs]
+
+
+def stopped(runs: Sequence[Variant]) -> list[Outcome]:
+    """The outcomes of runs that were all stopped."""
+    return [Outcome(run, 2, state="stopped") for run in runs]
 
 
 def test_only_runs_that_diverged_count_without_an_end(suite: Suite, tmp_path: Path) -> None:
     runs = suite.trials("FedAvg", tmp_path)[0]
     tiny_ranking.do(runs)
     diverged = Diverged("round 1: not finite")
-    own = scored_runs(runs, lambda r: outcomes(r, "failed", diverged))
-    assert {one.diverged for one in own} == {"round 1: not finite"}
-    assert choice_of(own, 1).scores == ((0.0, 0.0, 0.0),)
+    scored = scored_runs(runs, lambda runs: failed(runs, diverged))
+    assert {run.diverged for run in scored} == {"round 1: not finite"}
+    assert choice_of(scored, 1).scores == ((0.0, 0.0, 0.0),)
+
     with pytest.raises(RunsFailed, match=r"3 of 3 failed; .*boom"):
-        scored_runs(runs, lambda r: outcomes(r, "failed", FedstillError("boom")))
+        scored_runs(runs, lambda runs: failed(runs, FedstillError("boom")))
     with pytest.raises(Interrupted, match="3 of 3"):
-        scored_runs(runs, lambda r: outcomes(r, "stopped"))
+        scored_runs(runs, stopped)
 
 
 def test_a_run_that_really_diverges_is_told_by_its_error(suite: Suite, tmp_path: Path) -> None:
-    """The comparison's own processes carry it out, and hand back what was raised."""
+    """A process of the comparison executes it, and returns the error."""
     huge = suite.recipe.variants([("FedAvg", "uneven")], (0,), {"plan.lr": 1e8}, tmp_path)
-    (one,) = scored_runs(huge, lambda runs: carry_out_runs(runs, 1, lambda _: None))
-    assert "not finite" in one.diverged or "norm" in one.diverged
-    assert one.score.rounds < 2
+    (scored,) = scored_runs(huge, lambda runs: carry_out_runs(runs, 1, lambda _: None))
+    assert "not finite" in scored.diverged or "norm" in scored.diverged
+    assert scored.score.rounds < 2
 
 
 NEWCOMER = """
@@ -349,22 +371,21 @@ def test_a_newcomers_method_is_entered_and_checked_without_its_file_being_execut
     file = tmp_path / "mine.py"
     file.write_text(NEWCOMER)
     added = add_method(suite, file)
-    with_it, row = added.suite, added.name
-    assert (row, with_it.tries[row]) == ("Mine", [{"method.mu": 0.2}, {"method.mu": 2.0}])
-    rehearse(with_it, row, tiny_ranking.do)
-    chosen = choose_fields(with_it, [row], tmp_path / "out", tiny_ranking.do)
-    (entry,) = enter_rows(chosen, [row], tmp_path / "out", tiny_ranking.do, file)
+    assert added.name == "Mine"
+    assert added.suite.tries["Mine"] == [{"method.mu": 0.2}, {"method.mu": 2.0}]
+    rehearse(added.suite, "Mine", tiny_ranking.do)
+    chosen = choose_fields(added.suite, ["Mine"], tmp_path / "out", tiny_ranking.do)
+    (entry,) = enter_rows(chosen, ["Mine"], tmp_path / "out", tiny_ranking.do, file)
     assert isinstance(entry, Entry)
-    (entry.folder / "mine.py").write_text("raise SystemExit('executed')\n" + NEWCOMER)
+
+    ends_if_executed = "raise SystemExit('executed')\n" + NEWCOMER
+    (entry.folder / "mine.py").write_text(ends_if_executed)
     (problem,) = refusals(entry.folder)
     assert "mine.py" in problem
-    executed = "raise SystemExit('executed')\n" + NEWCOMER
-    told = (
-        (entry.folder / "entry.toml")
-        .read_text()
-        .replace(entry.digests["mine.py"], digest(executed.encode()))
-    )
-    (entry.folder / "entry.toml").write_text(told)
+
+    entry_file = entry.folder / "entry.toml"
+    new_digest = digest(ends_if_executed.encode())
+    entry_file.write_text(entry_file.read_text().replace(entry.digests["mine.py"], new_digest))
     assert refusals(entry.folder) == []
     assert not list(entry.folder.rglob("__pycache__"))
     with pytest.raises(UntrustedCode, match=r"entry\.toml"):
@@ -377,16 +398,15 @@ def test_a_newcomer_without_tries_gets_fedavgs_and_wrong_ones_are_refused(
     file = tmp_path / "mine.py"
     file.write_text(NEWCOMER.replace("    tries:", "    other:"))
     added = add_method(suite, file, "Mine again")
-    with_it, row = added.suite, added.name
-    assert (row, with_it.tries[row]) == ("Mine again", [{}, {"plan.lr": 0.1}])
+    assert added.name == "Mine again"
+    assert added.suite.tries["Mine again"] == [{}, {"plan.lr": 0.1}]
     with pytest.raises(ConfigError, match="'FedAvg'"):
         add_method(suite, file, "fedavg")
-    file.write_text(NEWCOMER.replace('({"mu": 0.2}, {"mu": 2.0})', '{"mu": 0.2}'))
-    with pytest.raises(ConfigError, match="tries"):
-        add_method(suite, file)
-    file.write_text(NEWCOMER.replace('({"mu": 0.2}, {"mu": 2.0})', "3"))
-    with pytest.raises(ConfigError, match="tries"):
-        add_method(suite, file)
+
+    for wrong_tries in ('{"mu": 0.2}', "3"):
+        file.write_text(NEWCOMER.replace('({"mu": 0.2}, {"mu": 2.0})', wrong_tries))
+        with pytest.raises(ConfigError, match="tries"):
+            add_method(suite, file)
     with pytest.raises(ConfigError, match=r"none\.py"):
         add_method(suite, tmp_path / "none.py")
     file.write_text(NEWCOMER)
@@ -407,9 +427,8 @@ def test_a_method_that_does_not_repeat_itself_is_refused(suite: Suite, tmp_path:
 """
     file.write_text(NEWCOMER + random)
     added = add_method(suite, file)
-    with_it, row = added.suite, added.name
     with pytest.raises(FedstillError, match="by key"):
-        rehearse(with_it, row, tiny_ranking.do)
+        rehearse(added.suite, added.name, tiny_ranking.do)
 
 
 def test_a_method_that_the_track_has_no_data_or_topology_for_names_the_track_to_enter(

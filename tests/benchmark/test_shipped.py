@@ -18,15 +18,16 @@ ENTRIES = Path(__file__).parents[2] / "results" / "rank"
 
 
 def shipped(row: str, suite: str) -> Entry:
+    """The entry of a row."""
     return next(entry for entry in entries_of(suite) if entry.row == row)
 
 
 def entries_of(suites: str) -> list[Entry]:
-    return [
-        read_entry(place)
-        for pack in sorted(ENTRIES.glob(f"{suites}.*"))
-        for place in find_entries(pack)
-    ]
+    """The entries that ship, of suites whose names match a pattern."""
+    entries: list[Entry] = []
+    for pack in sorted(ENTRIES.glob(f"{suites}.*")):
+        entries += map(read_entry, find_entries(pack))
+    return entries
 
 
 def test_an_entry_beside_its_pack_is_found_once(tmp_path: Path) -> None:
@@ -53,13 +54,16 @@ def test_the_first_rounds_of_an_entry_come_as_near_as_rounding_lets_them(
     """Three rounds; of a run with tasks over time, which share its rounds, all of them."""
     entry = shipped(row, suite)
     column = suite_of(entry).columns_of(row)[0]
-    (done,) = replay_runs(entry, [(column, 0)], tiny_ranking.do, rounds=3)
-    assert done.level != "disagrees", done.problems
+    (replayed,) = replay_runs(entry, [(column, 0)], tiny_ranking.do, rounds=3)
+    assert replayed.level != "disagrees", replayed.problems
 
 
 @pytest.mark.slow
 def test_whole_runs_of_five_entries_drawn_by_their_bytes() -> None:
-    entries = entries_of("digits-*")
-    for entry in sorted(entries, key=lambda e: e.digests[min(e.digests)])[:5]:
-        done = list(replay_runs(entry, draw_runs(entry, suite_of(entry), 1), tiny_ranking.do))
-        assert worst_level(done) != "disagrees", (entry.row, done)
+    def first_digest(entry: Entry) -> str:
+        return entry.digests[min(entry.digests)]
+
+    for entry in sorted(entries_of("digits-*"), key=first_digest)[:5]:
+        places = draw_runs(entry, suite_of(entry), 1)
+        replayed = list(replay_runs(entry, places, tiny_ranking.do))
+        assert worst_level(replayed) != "disagrees", (entry.row, replayed)

@@ -1,4 +1,4 @@
-"""Where a method helps: the gains of its cells, and what is said of them."""
+"""Where a method helps: the gains of its cells, and their summary."""
 
 from __future__ import annotations
 
@@ -11,54 +11,57 @@ import pytest
 import tiny_ranking
 from fedstill.benchmark.map_page import cell_table, write_map
 from fedstill.benchmark.maps import AXES, EVEN, MapCell, MethodMap, make_map, row_to_map
-from fedstill.benchmark.scoring import Score
 from fedstill.benchmark.suites import Suite
 from fedstill.core.errors import ConfigError, UnknownName
+from made_up_scores import made_up_cell
 
 
 def cell(alpha: float, *gains: float) -> MapCell:
-    def score(accuracy: float) -> Score:
-        return Score(accuracy, 0.9, accuracy / 0.9, 0, float("nan"), float("nan"), 1, 1, 1.0, 2)
-
-    return MapCell(
-        {"partition.alpha": alpha, "plan.epochs": 1},
-        {s: score(0.5 + g) for s, g in enumerate(gains)},
-        {s: score(0.5) for s in range(len(gains))},
-    )
+    """A made-up cell with the gains of its seeds."""
+    return made_up_cell({"partition.alpha": alpha, "plan.epochs": 1}, gains)
 
 
-def test_it_helps_where_all_seeds_say_so() -> None:
+def test_a_method_helps_where_all_seeds_gain() -> None:
     cells = [cell(0.1, 0.1, 0.2, 0.3), cell(0.5, -0.1, -0.2, -0.1), cell(1.0, 0.1, -0.1, 0.3)]
-    assert [c.sign for c in cells] == [1, -1, 0]
-    one = MethodMap("FedNTD", {"partition.alpha": (0.1, 0.5, 1.0), "plan.epochs": (1,)}, cells)
-    assert "1 of 3 cells" in one.summary
-    assert "alpha 0.1, epochs 1: +20.0 points over FedAvg at 50.0 %" in one.summary
-    assert cell_table(one).lines[0] == ["0.1", "1", "+20.0", "+10.0 to +30.0", "50.0", "55.6"]
+    assert [cell.sign for cell in cells] == [1, -1, 0]
+
+    axes = {"partition.alpha": (0.1, 0.5, 1.0), "plan.epochs": (1,)}
+    method_map = MethodMap("FedNTD", axes, cells)
+    assert "1 of 3 cells" in method_map.summary
+    assert "alpha 0.1, epochs 1: +20.0 points over FedAvg at 50.0 %" in method_map.summary
+    first_line = cell_table(method_map).lines[0]
+    assert first_line == ["0.1", "1", "+20.0", "+10.0 to +30.0", "50.0", "55.6"]
 
 
-def test_seeds_that_all_see_no_difference_are_not_said_to_disagree() -> None:
-    """Both methods at chance on every seed: no seed says anything else than another."""
-    none = cell(0.1, 0.0, 0.0, 0.0)
-    assert (none.sign, none.gain_text) == (0, "~+0.0")
+def test_a_cell_whose_seeds_all_gain_nothing_has_no_sign() -> None:
+    """Both methods may be at chance with every seed."""
+    without_gain = cell(0.1, 0.0, 0.0, 0.0)
+    assert without_gain.sign == 0
+    assert without_gain.gain_text == "~+0.0"
 
 
 def test_a_map_is_run_resumed_and_written(suite: Suite, tmp_path: Path) -> None:
     axes = {"partition.alpha": (0.5, EVEN), "plan.epochs": (1, 2), "topology.sampled": (1, 4)}
-    one = make_map(suite, "FedNTD", axes, tmp_path / "runs", tiny_ranking.do)
-    assert len(one.cells) == 8
-    configs = {p: p.read_text() for p in (tmp_path / "runs").rglob("config.toml")}
+
+    method_map = make_map(suite, "FedNTD", axes, tmp_path / "runs", tiny_ranking.do)
+
+    assert len(method_map.cells) == 8
+    configs = [path.read_text() for path in (tmp_path / "runs").rglob("config.toml")]
     assert len(configs) == 8 * 2 * 3
-    assert sum('kind = "iid"' in text for text in configs.values()) == len(configs) / 2
-    assert sum("epochs = 2" in text for text in configs.values()) == len(configs) / 2
-    assert all("lr = 0.1" in text for text in configs.values()), "FedAvg's, for both"
-    paths = write_map(one, tmp_path / "map")
-    assert [p.name for p in paths] == ["index.html", "map.csv", "map.md"]
-    runs = list(csv.DictReader(io.StringIO(paths[1].read_text())))
+    assert sum('kind = "iid"' in text for text in configs) == len(configs) / 2
+    assert sum("epochs = 2" in text for text in configs) == len(configs) / 2
+    assert all("lr = 0.1" in text for text in configs), "FedAvg's, for both"
+
+    page, table, text = write_map(method_map, tmp_path / "map")
+    assert [page.name, table.name, text.name] == ["index.html", "map.csv", "map.md"]
+    runs = list(csv.DictReader(io.StringIO(table.read_text())))
     assert len(runs) == len(configs)
-    assert paths[0].read_text().count('class="chart"') == 2
-    assert all("one cell of four" in path.read_text() for path in (paths[0], paths[2]))
-    again = make_map(suite, "FedNTD", axes, tmp_path / "runs", lambda runs: tiny_ranking.do(runs))
-    assert [c.gains for c in again.cells] == [c.gains for c in one.cells]
+    assert page.read_text().count('class="chart"') == 2
+    assert "one cell of four" in page.read_text()
+    assert "one cell of four" in text.read_text()
+
+    again = make_map(suite, "FedNTD", axes, tmp_path / "runs", tiny_ranking.do)
+    assert [cell.gains for cell in again.cells] == [cell.gains for cell in method_map.cells]
 
 
 def test_what_cannot_be_mapped_is_refused(suite: Suite, tmp_path: Path) -> None:
@@ -76,7 +79,7 @@ def test_an_axis_that_has_no_effect_is_refused(key: str, suite: Suite, tmp_path:
         make_map(suite, "FedNTD", {key: (1, 2)}, tmp_path, tiny_ranking.do)
 
 
-def test_an_axis_replaces_what_was_chosen(suite: Suite, tmp_path: Path) -> None:
+def test_an_axis_replaces_the_chosen_value(suite: Suite, tmp_path: Path) -> None:
     make_map(suite, "FedNTD", {"plan.lr": (0.2, 0.3)}, tmp_path, tiny_ranking.do)
     texts = [path.read_text() for path in tmp_path.rglob("config.toml")]
     assert sum("lr = 0.2" in text for text in texts) == len(texts) / 2
@@ -110,8 +113,9 @@ def test_a_method_of_a_file_is_mapped(suite: Suite, tmp_path: Path) -> None:
     file.write_text(
         'from fedstill.methods.fedavg import FedAvg\n\n\nclass Mine(FedAvg):\n    """Own."""\n'
     )
-    mapped = row_to_map(suite, f"{file}:Mine")
-    row = mapped.name
-    assert (row, mapped.suite.method_of(row)) == ("Mine", {"name": f"{file}:Mine"})
+    name = f"{file}:Mine"
+    mapped = row_to_map(suite, name)
+    assert mapped.name == "Mine"
+    assert mapped.suite.method_of("Mine") == {"name": name}
     with pytest.raises(UnknownName, match=r"'fedlcc'.*'fedlc'"):
         row_to_map(suite, "fedlcc")
