@@ -9,10 +9,8 @@ from typing import Literal
 TRACEBACK = "; see the traceback with --debug"
 """The end of a message that a command shows without a traceback."""
 
-
 USER = "fedstill_user_"
 """The prefix of the modules that are made from users' files (``core.user_modules``)."""
-
 
 Topic = Literal[
     "accept",

@@ -139,13 +139,14 @@ def write_together(
             batch = chain([first], islice(remaining, MOST_AT_ONCE - 1))
             _write_temporary(batch, mode, temporary, waits)
             waits = []
+        _side_by_side(waits)  # if there are no files
         for path, written in temporary.items():
             with _disk_errors(path):
                 written.replace(path)
         # A file of each folder, for error messages.
         by_folder = {path.parent: path for path in temporary}
         _side_by_side([partial(_sync_names, path) for path in by_folder.values()])
-    except DiskFull:
+    except BaseException:
         for written in temporary.values():
             with contextlib.suppress(OSError):  # the first error is the one to report
                 written.unlink(missing_ok=True)
@@ -345,10 +346,10 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_files(folder: Path, is_unneeded: Callable[[str], bool]) -> list[str]:
-    """Delete the files of a folder whose names a function picks; the names of those it deleted.
+    """Delete the files of a folder whose names a function picks, and return the deleted names.
 
-    The folder is opened once. So nothing elsewhere is deleted if somebody puts a link in its place
-    while a run is under way. Raises DiskFull for a link, and if a file cannot be deleted.
+    The folder is opened once, so that nothing elsewhere is deleted if somebody puts a link in its
+    place during a run. Raises DiskFull for a link, and if a file cannot be deleted.
     """
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | _NO_FOLLOW)

@@ -162,8 +162,8 @@ def build_requests(state: State, stage: Stage, context: RunContext) -> Requests:
     """The server's requests to the clients of a stage."""
     actor = context.schedule.actor(stage)
     world = extended_world(context.world, state, context.hooks)
+    needs = actor.requires()
     with in_hook(actor, "payload_for_client", place(stage)):
-        needs = actor.requires()
         payloads = _payloads(actor, state, stage, world)
     for client, payload in payloads.items():
         for hook in context.hooks:
@@ -230,7 +230,9 @@ def expected_reply(
     client: int, stage: Stage, world: World, schedule: Schedule, hooks: Sequence[RoundHook]
 ) -> Payload:
     """A payload with the groups, names, shapes and types of a client's valid reply."""
-    payload = schedule.actor(stage).expected_reply(client, stage, world)
+    actor = schedule.actor(stage)
+    with in_hook(actor, "expected_reply", place(stage)):
+        payload = actor.expected_reply(client, stage, world)
     for hook in hooks:
         payload = hook.extend_expected(payload, client, stage, world)
     return payload
@@ -321,10 +323,9 @@ def _screened(
         reasons = (hook.check_reply(reply, stage, needs, result.before) for hook in context.hooks)
         return next(filter(None, reasons), "") or actor.refuses(reply, stage)
 
-    with in_hook(actor, "expected_reply", place(stage)):
-        accepted, refused = screen(
-            expected, stage, result.payloads, replies, context.rules, refusal=refusal
-        )
+    accepted, refused = screen(
+        expected, stage, result.payloads, replies, context.rules, refusal=refusal
+    )
     return replace(result, accepted=accepted, refused=refused)
 
 

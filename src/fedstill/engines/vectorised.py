@@ -433,6 +433,9 @@ def suited_engine(work: Collection[StageWork], device: str) -> EngineChoice:
         return EngineChoice("pooled", reason)
 
     clients = min(stage.clients for stage in parallel_stages)
+    if clients < FEWEST:
+        reason = f"{clients} clients in a stage: stacking needs at least {FEWEST}"
+        return EngineChoice("pooled", reason)
     costliest = max(parallel_stages, key=lambda stage: stage.flops * stage.padding**3)
     limit = costliest.crossover(kind)
     reason = (
@@ -441,9 +444,6 @@ def suited_engine(work: Collection[StageWork], device: str) -> EngineChoice:
     )
     if costliest.padding > LITTLE_PADDING:
         reason += " for clients of such unequal size"
-    if clients < FEWEST:
-        reason = f"{clients} clients in a stage: stacking needs at least {FEWEST}"
-        return EngineChoice("pooled", reason)
     if costliest.flops > limit:
         return EngineChoice("pooled", reason)
     return EngineChoice("vectorised", reason)

@@ -184,7 +184,7 @@ class StageExecutor:
         """The run of a request. It is prepared unless an earlier request has already prepared it
         with the data of the same task.
         """
-        key = description_of_run(request)
+        key = run_identifier(request)
 
         run = self.runs.get(key)
         if run is None:
@@ -459,7 +459,7 @@ DAY = 86_400.0
 DAYS_KEPT = 30
 
 
-def description_of_run(request: Request) -> str:
+def run_identifier(request: Request) -> str:
     """Identifies a run's config and data: the config and the facts in a request."""
     facts_digest = digest(repr(sorted(request.facts.items())).encode())
     return f"{request.sha} {facts_digest}"
@@ -501,7 +501,7 @@ class Refusals:
             # The work of a known config may fail in a new way with every request.
             failed_work = [note for note in recent if not note.sha]
             _check_number("in a day", failed_work, MOST_REFUSALS_A_DAY)
-        if description_of_run(request) in questions:
+        if run_identifier(request) in questions:
             return
         _check_number("of this run", [n for n in notes if n.run == request.run], MOST_REFUSALS)
         _check_number("of this config", [n for n in notes if n.sha == request.sha], MOST_REFUSALS)
@@ -509,7 +509,7 @@ class Refusals:
 
     def add(self, request: Request, topic: Topic) -> None:
         """Store a refusal, before its reason is sent to the server."""
-        note = RefusalNote(time.time(), request.run, request.sha, description_of_run(request))
+        note = RefusalNote(time.time(), request.run, request.sha, run_identifier(request))
         if topic in WORK_TOPICS:
             # Work may occasionally fail in a long run, so only the number per day counts.
             note = RefusalNote(note.time, run="", sha="", question=_work_question(request))
@@ -759,7 +759,7 @@ def _stage_of(path: Path) -> str:
 # The Flower app of a node
 
 
-MOST_OF_A_REQUEST = 1 << 20
+MAX_REQUEST_ENTRIES = 1 << 20
 """The maximum number of groups and tensors in a request, which may contain the models of all peers.
 """
 
@@ -797,7 +797,8 @@ def client_app(
     def stage(message: Message, context: Context) -> Message:
         def answer() -> RecordDict:
             _, executor = executor_of(context)
-            request = Request.of(*header_and_payload(message.content, max_bytes, MOST_OF_A_REQUEST))
+            parts = header_and_payload(message.content, max_bytes, MAX_REQUEST_ENTRIES)
+            request = Request.of(*parts)
             return answer_content(executor(request))
 
         return answered(message, answer)

@@ -172,7 +172,7 @@ class OfGroups(Decoupled):
 class FedADKD(FedDKD):
     """FedDKD with a true-class weight that adapts to each client's label heterogeneity."""
 
-    # the server keeps each client's Gini index
+    # The server stores the Gini index of each client, which a secure sum would hide.
     permits: ClassVar[Permit] = Permit.ROBUST_AGGREGATE
 
     alpha: NonNegative = 3.0
@@ -201,7 +201,7 @@ class FedADKD(FedDKD):
             return state
         # A census of a new task may still come, and no link of the chain changes its counts.
         if self.phi_timing == "exact":
-            return state.without("phi").next(cohort=torch.tensor(cohort))
+            return state.next(cohort=torch.tensor(cohort))
         phi = torch.zeros(world.clients, dtype=torch.float64)
         phi[cohort] = self._phi(state, cohort)
         return state.next(phi=phi)

@@ -347,7 +347,7 @@ class PartlyRefined(Refined):
         return total
 
     def label_loss(self, view: View) -> IndexedLoss:
-        """Cross-entropy."""
+        """The cross-entropy with the labels of the client's examples, by their positions."""
         labels = view.data.labels
         return lambda logits, index: cross_entropy(logits, labels[index])
 

@@ -305,13 +305,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 @contextmanager
 def signals_blocked() -> Iterator[None]:
     """Block Ctrl-C: processes that start in the block do not receive it until they unblock it. This
-    process receives it after the block.
+    process receives it after the block, unless it was blocked before.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
 
 class StopSignals:

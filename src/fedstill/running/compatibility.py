@@ -339,7 +339,7 @@ def unknown_stage(run: PlannedRun) -> str:
 
 
 def late_fit(run: PlannedRun) -> str:
-    """The stage ``fit`` without a plan: only before round 1 it gets one."""
+    """The stage ``fit`` without a plan. It gets one only before round 1."""
     if FIT not in run.stage_names - run.method.stages or FIT in run.world.plans:
         return ""
     return (
@@ -377,7 +377,7 @@ def unscored_epochs(run: PlannedRun) -> str:
 
 
 def _scores_by_held_out_data(method: Method, stage: Stage) -> bool:
-    """Whether the work of a stage has the usual score. Errors of the method are not for now: the
+    """Whether the work of a stage has the usual score. Errors of the method are ignored here; the
     run reports them with their line.
     """
     with contextlib.suppress(Exception):
@@ -535,7 +535,7 @@ def scored_on_used_examples(run: PlannedRun) -> str:
 
 
 FEWEST_COMPARED = 3
-"""With fewer clients side by side nobody can say which one is unlike the others."""
+"""With fewer clients in a stage, none of them can be recognised as an outlier."""
 
 
 def plants_attackers(run: PlannedRun) -> bool:
