@@ -5,6 +5,7 @@ cannot show.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,58 +54,66 @@ def replay(entry: Entry, do: Execute, processor: str) -> tuple[bool, str]:
 
 def by_events(change: Callable[[Events], Events | None]) -> Forgery:
     """A forgery of all runs that changes their events."""
-    return lambda entry, made: forged(entry, change)
+    return lambda entry, tiny_entries: forged(entry, change)
 
 
 def scaled(events: Events) -> None:
+    """All accuracies are 1.3 times as high, in shares of the 60 test examples."""
     for event in rounds(events):
-        better = [min(1.0, round(1.3 * share * 60) / 60) for share in event["class_accuracy"]]
-        event |= {"class_accuracy": better, "accuracy": min(1.0, 1.3 * event["accuracy"])}
+        counts = [round(1.3 * share * 60) for share in event["class_accuracy"]]
+        event["class_accuracy"] = [min(1.0, count / 60) for count in counts]
+        event["accuracy"] = min(1.0, 1.3 * event["accuracy"])
 
 
 def only_the_last_round(events: Events) -> None:
+    """The last of two rounds is better."""
     with_accuracy(events, 0.912, first=2)
 
 
 def only_the_losses(events: Events) -> None:
+    """All losses are lower."""
     with_losses(events, 0.9)
 
 
 def half_the_bytes(events: Events) -> None:
+    """Half as many bytes are sent."""
     for event in events:
-        event.update({key: event[key] // 2 for key in ("bytes_up", "bytes_down") if key in event})
+        for key in ("bytes_up", "bytes_down"):
+            if key in event:
+                event[key] //= 2
 
 
 def another_client(events: Events) -> None:
-    drawn = {e["client"] for e in events if e["event"] == "client" and e["round"] == 1}
-    client = next(e for e in events if e["event"] == "client" and e["round"] == 1)
-    client["client"] = next(number for number in range(4) if number not in drawn)
+    """Another client than the drawn one acts in round 1."""
+    of_clients = [event for event in events if event["event"] == "client"]
+    of_first_round = [event for event in of_clients if event["round"] == 1]
+    drawn = {event["client"] for event in of_first_round}
+    of_first_round[0]["client"] = min({0, 1, 2, 3} - drawn)
 
 
 def without_losses(events: Events) -> None:
+    """No client has a loss."""
     for event in events:
         event.pop("loss", None)
 
 
-def swapped_seeds(entry: Entry, made: Path) -> None:
+def swapped_seeds(entry: Entry, tiny_entries: Path) -> None:
     """Each seed has the next one's run."""
     for column in ("even", "uneven"):
         for seed in range(5):
+            next_run = tiny_entries / f"fedntd/{column}/seed{(seed + 1) % 5}"
             for name in ("journal.jsonl", "split.safetensors", "summary.json"):
-                shutil.copy(
-                    made / f"fedntd/{column}/seed{(seed + 1) % 5}/{name}",
-                    entry.folder / f"{column}/seed{seed}",
-                )
+                shutil.copy(next_run / name, entry.folder / f"{column}/seed{seed}")
     with_digests(entry)
 
 
-def another_methods_journals(entry: Entry, made: Path) -> None:
+def another_methods_journals(entry: Entry, tiny_entries: Path) -> None:
+    """Each run has the journal and the summary of FedAvg's."""
     for path in entry.folder.rglob("journal.jsonl"):
+        run = path.parent
+        fedavgs_run = tiny_entries / "fedavg" / run.relative_to(entry.folder)
         for name in ("journal.jsonl", "summary.json"):
-            shutil.copy(
-                made / "fedavg" / path.relative_to(entry.folder).with_name(name),
-                path.with_name(name),
-            )
+            shutil.copy(fedavgs_run / name, run)
     with_digests(entry)
 
 
@@ -132,10 +141,10 @@ FORGERIES: dict[str, Forgery] = {
 
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_a_replay_rejects_what_was_invented_on_either_processor(
-    forgery: str, processor: str, fedntd: Entry, made: Path, do: Execute
+    forgery: str, processor: str, fedntd: Entry, tiny_entries: Path, do: Execute
 ) -> None:
     """All checks that run nothing pass; one replayed run is enough."""
-    FORGERIES[forgery](fedntd, made)
+    FORGERIES[forgery](fedntd, tiny_entries)
     assert refusals(fedntd.folder) == []
     good, printed = replay(fedntd, do, processor)
     assert not good
@@ -221,17 +230,15 @@ class ShippedRun:
 
 def compared_with(entry: Entry, honest: Path, run: ShippedRun) -> replays.ReplayedRun:
     """The comparison of a run of an entry with an honest one in the place of its repetitions."""
-    entered, replayed = (
-        replays.comparable_events(folder / run.place, run.rounds)
-        for folder in (entry.folder, honest)
-    )
+    entered = replays.comparable_events(entry.folder / run.place, run.rounds)
+    replayed = replays.comparable_events(honest / run.place, run.rounds)
     return replays.compare_events(run.place, entered, [replayed], run.rounds)
 
 
 def right_at_task_ends(events: Events) -> None:
     for event in events:
         if event["event"] == "task" and event["task"]:
-            event["correct"] = [list(of) for of in event["totals"]]
+            event["correct"] = [list(totals) for totals in event["totals"]]
             event["row"] = [1.0] * len(event["row"])
 
 
@@ -285,13 +292,11 @@ def test_task_ends_in_another_order_have_other_bits(tmp_path: Path) -> None:
     entry = shipped_copy("digits-time", "FedAvg", tmp_path / "entry")
     run = entry.folder / "10-permuted-tasks/seed0"
     honest = replays.comparable_events(run, 20)
-    forged(
-        entry,
-        lambda events: (
-            [e for e in events if e["event"] != "task"]
-            + [e for e in events if e["event"] == "task"]
-        ),
-    )
+
+    def task_ends_last(events: Events) -> Events:
+        return sorted(events, key=lambda event: event["event"] == "task")
+
+    forged(entry, task_ends_last)
     assert replays.comparable_events(run, 20) != honest
 
 
@@ -319,21 +324,21 @@ def test_a_journal_has_the_types_that_a_score_needs(
     assert field in problem
 
 
-def cut(entry: Entry, place: str, done: int) -> None:
-    """Say that a run diverged, and leave out what came after a round."""
+def cut(entry: Entry, place: str, last_round: int) -> None:
+    """Say that a run diverged in the round after this one, and leave out all later events."""
+
+    def is_earlier(event: dict[str, Any]) -> bool:
+        if event["event"] == "client":
+            return event["round"] <= last_round + 1
+        return event.get("round", 0) <= last_round
+
     path = entry.folder / place / "journal.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]
-    kept = [
-        e
-        for e in events
-        if e.get("round", 0) <= done or (e["event"] == "client" and e["round"] == done + 1)
-    ]
-    path.write_text("".join(json.dumps(e, separators=(",", ":")) + "\n" for e in kept))
+    lines = [json.dumps(event, separators=(",", ":")) for event in filter(is_earlier, events)]
+    path.write_text("\n".join([*lines, ""]))
     (entry.folder / place / "summary.json").unlink()
-    told(
-        entry,
-        lambda tree: tree.__setitem__("diverged", {place: "its parameters' norm is too large"}),
-    )
+    diverged = {place: "its parameters' norm is too large"}
+    told(entry, lambda tree: tree.update(diverged=diverged))
     with_digests(entry)
 
 
@@ -347,12 +352,14 @@ def test_a_run_that_is_cut_where_it_was_best_disagrees_in_a_replay(
         made_on(entry, processor)
         (verdict,) = replays.replay_runs(read_entry(entry.folder), [("even", 0)], do)
         assert verdict.level == "disagrees"
+
     path = entry.folder / "even/seed0/journal.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if '"event":"client","round":2,' not in line))
     with_digests(entry)
     assert "even/seed0" in refusals(entry.folder)[0]
-    told(entry, lambda tree: tree.__setitem__("diverged", {"even/seed1": "never"}))
+
+    told(entry, lambda tree: tree.update(diverged={"even/seed1": "never"}))
     shutil.copytree(honest / "even", entry.folder / "even", dirs_exist_ok=True)
     (entry.folder / "even/seed1/summary.json").unlink()
     with_digests(entry)
@@ -360,51 +367,44 @@ def test_a_run_that_is_cut_where_it_was_best_disagrees_in_a_replay(
 
 
 @pytest.mark.usefixtures("suite")
-def test_a_reference_sets_no_fields(made: Path, tmp_path: Path) -> None:
-    entry = read_entry(Path(shutil.copytree(made / "joint", tmp_path / "joint")))
+def test_a_reference_sets_no_fields(tiny_entries: Path, tmp_path: Path) -> None:
+    entry = read_entry(Path(shutil.copytree(tiny_entries / "joint", tmp_path / "joint")))
     assert refusals(entry.folder) == []
-    told(entry, lambda tree: tree.__setitem__("fields", {"plan.lr": 0.0001}))
+    told(entry, lambda tree: tree.update(fields={"plan.lr": 0.0001}))
     (problem,) = refusals(entry.folder)
     assert "plan.lr" in problem
 
 
-def mine(entry: Entry, of: Callable[[int], str], **values: Any) -> None:
-    """The entry as that of a method of its own file, with a table ``[method]`` for each run."""
+def mine(entry: Entry, *, name: str = "mine.py", beta: float = 1.0) -> None:
+    """Turn an entry into that of a method in a file of its own, with a table ``[method]`` of its
+    runs.
+    """
     (entry.folder / "mine.py").write_text("raise SystemExit")
-    for number, path in enumerate(sorted(entry.folder.rglob("config.toml"))):
-        before, _, rest = path.read_text().partition("[method]\n")
-        path.write_text(f"{before}[method]\n{of(number)}\n\n[{rest.partition(chr(10) + '[')[2]}")
+    for path in entry.folder.rglob("config.toml"):
+        method_table = f'[method]\nname = "{name}"\nbeta = {beta}\n\n['
+        text = re.sub(r"\[method\]\n.*?\n\[", method_table, path.read_text(), flags=re.DOTALL)
+        path.write_text(text)
+
     fields = {"method.beta": 1.0, "plan.lr": 0.1}
     choice = {"tries": [fields, {}], "scores": [[0.9] * 3, [0.1] * 3], "sent": [1, 1]}
-    new = {
-        "row": "Mine",
-        "method": "mine.py",
-        "file": "mine.py",
-        "fields": fields,
-        "choice": choice,
-    }
-    told(entry, lambda tree: tree.update(new | values))
+    told(
+        entry,
+        lambda tree: tree.update(
+            row="Mine", method="mine.py", file="mine.py", fields=fields, choice=choice
+        ),
+    )
     with_digests(entry)
 
 
 @pytest.mark.parametrize(
-    ("of", "said"),
-    [
-        (
-            lambda n: 'name = "other.py"\nbeta = 1.0',
-            "method.name = 'other.py'",
-        ),
-        (
-            lambda n: 'name = "mine.py"\nbeta = 2.0',
-            "method.beta = 2.0",
-        ),
-    ],
+    ("values", "message"),
+    [({"name": "other.py"}, "method.name = 'other.py'"), ({"beta": 2.0}, "method.beta = 2.0")],
 )
-def test_all_runs_of_a_file_of_its_own_have_what_was_chosen(
-    of: Callable[[int], str], said: str, entry: Entry
+def test_all_runs_of_a_file_of_its_own_have_the_chosen_fields(
+    values: dict[str, Any], message: str, entry: Entry
 ) -> None:
-    mine(entry, of)
-    assert said in refusals(entry.folder)[0]
+    mine(entry, **values)
+    assert message in refusals(entry.folder)[0]
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_all_runs_of_a_file_of_its_own_have_what_was_chosen(
     ],
 )
 def test_scores_of_choosing_are_shares_of_three_seeds(choice: dict[str, Any], entry: Entry) -> None:
-    mine(entry, lambda n: 'name = "mine.py"\nbeta = 1.0')
+    mine(entry)
     assert refusals(entry.folder) == []
     told(entry, lambda tree: tree["choice"].update(choice))
     (problem,) = refusals(entry.folder)
@@ -436,7 +436,7 @@ def test_more_rounds_than_memory_holds_are_refused_first(entry: Entry) -> None:
     "name", ["<script>alert(1)</script>", "a | b", "a\nb", "`a`", "\\input{a}"]
 )
 def test_names_that_mean_something_in_a_table_are_refused(name: str, entry: Entry) -> None:
-    told(entry, lambda tree: tree["made"].__setitem__("processor", name))
+    told(entry, lambda tree: tree["made"].update(processor=name))
     assert repr(name) in refusals(entry.folder)[0]
 
 
