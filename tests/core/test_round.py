@@ -14,15 +14,19 @@ import torch
 
 import toys
 from fedstill.config.experiment import Experiment
+from fedstill.config.resolve import resolve
 from fedstill.core.checks import check_quorum
 from fedstill.core.errors import Diverged, IncompatibleMethod, TooFewReplies
+from fedstill.core.extensions import RoundHook
 from fedstill.core.files import digest
-from fedstill.core.records import NOTHING, Reply, Stage, State
+from fedstill.core.records import NOTHING, Payload, Reply, Stage, State, World
+from fedstill.core.rounds import expected_reply
 from fedstill.core.screen import Rules
 from fedstill.core.stage_results import StageResult
 from fedstill.core.trees import same_bits
 from fedstill.running import journal as journals
 from fedstill.running.checkpoint import Checkpoints
+from fedstill.running.preparation import prepare
 from fedstill.running.runner import run
 
 SINGLE = {
@@ -217,3 +221,19 @@ def test_the_run_directory_holds_what_the_design_names(tmp_path: Path) -> None:
     assert "in_local_accuracy" not in rounds[0], "local models are measured every second round here"
     model_bytes = sum(entry.nbytes for entry in result.model.values())
     assert rounds[0]["bytes_up"] == rounds[0]["bytes_down"] == 4 * model_bytes
+
+
+class BrokenHook(RoundHook):
+    """Cannot say what it adds to a reply."""
+
+    def extend_expected(self, payload: Payload, client: int, stage: Stage, world: World) -> Payload:
+        raise ValueError("broken")
+
+
+def test_an_error_of_an_extension_is_not_reported_as_the_methods() -> None:
+    prepared = prepare(resolve(toys.toy()), toys.blobs())
+    schedule = prepared.settings.schedule
+    stage = schedule(1, prepared.world)[0]
+
+    with pytest.raises(ValueError, match="broken"):
+        expected_reply(0, stage, prepared.world, schedule, [BrokenHook()])
