@@ -34,6 +34,7 @@ MEANS = [name for name in METHODS if Permit.ROBUST_AGGREGATE in built(name).perm
 """Methods whose fold is a mean, which a robust aggregate can replace."""
 
 OTHER_FOLDS = [name for name in METHODS if name not in MEANS and hasattr(built(name), "suspected")]
+"""Methods that could also be asked for a robust aggregate, and refuse it."""
 
 COUNTING = ["ccvr", "fd", "fedproto", "fedtgp", "pfnm", "fedgen"]
 """Methods whose clients send label counts as weights."""
@@ -52,7 +53,7 @@ def ready(name: str, **fields: object) -> Prepared:
     """Two rounds of a method, or one among peers, all of whose six clients take part."""
     suited = toys.suited(name)
     topology = {**suited.pop("topology", {}), "clients": 6}
-    values = {"rounds": 2, "plan": SHORT, **suited}
+    values = {**suited, "rounds": min(2, suited["rounds"]), "plan": SHORT}
     if needs(name, Need.SLIM):
         values |= network_for(name)
     toy = toys.toy({"name": name, **fields}, topology=topology, measure=(), **values)
