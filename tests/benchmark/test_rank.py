@@ -15,9 +15,7 @@ import pytest
 
 import forged_entries
 import tiny_ranking
-from fedstill.benchmark import maps as map_file
-from fedstill.benchmark import maps as where
-from fedstill.benchmark import replays, suites, tables
+from fedstill.benchmark import maps, replays, suites, tables
 from fedstill.benchmark.entries import read_entry
 from fedstill.benchmark.standings import read_rows
 from fedstill.benchmark.suites import read_choice
@@ -27,6 +25,8 @@ from fedstill.core.errors import DataAbsent
 from fedstill.core.files import parse_toml
 from fedstill.report import comparison
 from fedstill.running.compare import Outcome, Variant, clear_other_runs
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 FEW = """
 from fedstill.data.sources import load_dataset
@@ -52,7 +52,9 @@ class Mine(FedAvg):
 
 
 def install(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """The suite, runs in this process, and nothing that ships, in a folder."""
+    """Make the tiny suite the one that ships, without entries, and execute runs in this process; a
+    folder becomes the working directory.
+    """
     tiny_ranking.install(patch)
 
     def here(runs: Sequence[Variant], *_: object, **__: object) -> list[Any]:
@@ -70,7 +72,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the command wrote for FedAvg and FedNTD."""
+    """The folder of the command's runs and entries for FedAvg and FedNTD."""
     folder = tmp_path_factory.mktemp("ranked")
     command = ["rank", "run", "digits", "--track", "space", "--methods", "fedavg,fedntd"]
     with pytest.MonkeyPatch.context() as patch:
@@ -88,36 +90,36 @@ def entries(ranked: Path, tmp_path: Path) -> Path:
 
 def test_run_check_page_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["rank", "run", "digits", "--track", "space", "--out", "out"]) == 0
-    said = capsys.readouterr().out
-    assert "FedNTD" in said
-    assert "joint" in said
+    printed = capsys.readouterr().out
+    assert "FedNTD" in printed
+    assert "joint" in printed
     entries = tmp_path / "out" / "entries" / "digits-space"
-    assert sorted(p.name for p in entries.iterdir()) == ["fedavg", "fedntd", "joint"]
-    journals = {
-        p: p.stat().st_mtime_ns for p in (tmp_path / "out" / "digits-space").rglob("journal.jsonl")
-    }
+    assert sorted(path.name for path in entries.iterdir()) == ["fedavg", "fedntd", "joint"]
+
+    journals = list((tmp_path / "out" / "digits-space").rglob("journal.jsonl"))
+    times = [path.stat().st_mtime_ns for path in journals]
     assert call(["rank", "run", "digits", "--track", "space", "--out", "out"]) == 0
-    assert {p: p.stat().st_mtime_ns for p in journals} == journals, "nothing is run again"
+    assert [path.stat().st_mtime_ns for path in journals] == times, "nothing is run again"
+
     capsys.readouterr()
     assert call(["rank", "check", str(entries), "--replay", "1", "--note", str(entries)]) == 0
-    said = capsys.readouterr().out
-    assert said.count("replayed here: bits") == 3
-    other = entries / "fedntd" / "entry.toml"
-    was = other.read_text()
-    other.write_text("# another entry in its place\n" + was)
-    entered = read_rows([entries])
-    assert {row.name: row.status for row in entered.rows["digits-space"]} == {
-        "FedAvg": "bits",
-        "FedNTD": "not replayed",
-        "joint": "bits",
-    }
-    other.write_text(was)
+    printed = capsys.readouterr().out
+    assert printed.count("replayed here: bits") == 3
+
+    entry_file = entries / "fedntd" / "entry.toml"
+    text = entry_file.read_text()
+    entry_file.write_text("# another entry in its place\n" + text)
+    rows = read_rows([entries]).rows["digits-space"]
+    statuses = {row.name: row.status for row in rows}
+    assert statuses == {"FedAvg": "bits", "FedNTD": "not replayed", "joint": "bits"}
+
+    entry_file.write_text(text)
     assert call(["rank", "page", str(entries), "--out", "page"]) == 0
-    names = sorted(p.name for p in (tmp_path / "page").iterdir())
+    names = sorted(path.name for path in (tmp_path / "page").iterdir())
     assert names == ["index.html", "standings.csv", "table.csv", "table.md", "table.tex"]
-    rows = list(csv.DictReader(io.StringIO((tmp_path / "page" / "table.csv").read_text())))
-    assert len(rows) == 3 * 2 * 5
-    assert {r["replayed"] for r in rows} == {"bits"}
+    runs = list(csv.DictReader(io.StringIO((tmp_path / "page" / "table.csv").read_text())))
+    assert len(runs) == 3 * 2 * 5
+    assert {run["replayed"] for run in runs} == {"bits"}
 
 
 @pytest.mark.parametrize(
@@ -136,9 +138,9 @@ def test_a_command_that_is_stopped_says_so_in_one_line(
 
     monkeypatch.setattr(comparison, "followed_outcomes", stopped)
     assert call(["rank", *command, "--out", "out"]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("fedstill: stopped; ")
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("fedstill: stopped; ")
+    assert printed.count("\n") == 1
 
 
 @pytest.mark.usefixtures("entries")
@@ -152,21 +154,13 @@ def test_a_replay_that_is_stopped_has_no_level(
 
     monkeypatch.setattr(comparison, "followed_outcomes", stopped)
     capsys.readouterr()
-    check = [
-        "rank",
-        "check",
-        "out/entries/digits-space/fedavg",
-        "--replay",
-        "1",
-        "--note",
-        "levels",
-    ]
-    assert call(check) == 1
-    said = capsys.readouterr()
-    assert "replayed here" not in said.out
-    assert said.err.startswith("fedstill: stopped; ")
-    number = said.out.partition("--draw ")[2].partition(":")[0]
-    assert f"--draw {number} " in said.err, "nothing is kept: the same command draws other runs"
+    check = ["rank", "check", "out/entries/digits-space/fedavg", "--replay", "1"]
+    assert call([*check, "--note", "levels"]) == 1
+    printed = capsys.readouterr()
+    assert "replayed here" not in printed.out
+    assert printed.err.startswith("fedstill: stopped; ")
+    number = printed.out.partition("--draw ")[2].partition(":")[0]
+    assert f"--draw {number} " in printed.err, "nothing is kept: the same command draws other runs"
     assert not (tmp_path / "levels").exists()
 
 
@@ -186,7 +180,7 @@ def test_a_forged_entry_is_said_and_left_out(
     assert call(["rank", "page", str(forged.parent), "--out", "page"]) == 1
     assert "left out: fedntd: " in capsys.readouterr().err
     rows = csv.DictReader(io.StringIO((tmp_path / "page" / "table.csv").read_text()))
-    assert {r["method"] for r in rows} == {"FedAvg"}
+    assert {row["method"] for row in rows} == {"FedAvg"}
 
 
 def test_invented_entries_are_rejected_by_one_replayed_run(
@@ -202,17 +196,15 @@ def test_invented_entries_are_rejected_by_one_replayed_run(
         forged_entries.forged(entry, change)
         for processor in (entry.made_with["processor"], "AMD EPYC"):
             forged_entries.made_on(entry, processor)
-            assert call(["rank", "check", str(entry.folder)]) == 0, "nothing is replayed"
+            check = ["rank", "check", str(entry.folder)]
+            assert call(check) == 0, "nothing is replayed"
             capsys.readouterr()
-            assert (
-                call(["rank", "check", str(entry.folder), "--replay", "1", "--note", "levels"]) == 1
-            )
+            assert call([*check, "--replay", "1", "--note", "levels"]) == 1
             assert "replayed here: disagrees" in capsys.readouterr().out
             assert ",disagrees," in (tmp_path / "levels" / "replayed.csv").read_text()
-    assert (
-        call(["rank", "check", str(honest), "--replay", "1", "--rounds", "1", "--note", "short"])
-        == 0
-    )
+
+    first_round = ["--replay", "1", "--rounds", "1", "--note", "short"]
+    assert call(["rank", "check", str(honest), *first_round]) == 0
     assert not (tmp_path / "short").exists(), "some rounds are no proof"
 
 
@@ -228,29 +220,19 @@ def test_an_entry_whose_data_are_not_here_is_not_refused(
     assert call(["rank", "check", "out/entries/digits-space/fedavg"]) == 0
     capsys.readouterr()
     assert call(["rank", "check", "out/entries/digits-space/fedavg", "--replay", "1"]) == 1
-    said = capsys.readouterr().out
-    assert "REFUSED" not in said
-    assert "dataset 'digits'" in said
+    printed = capsys.readouterr().out
+    assert "REFUSED" not in printed
+    assert "dataset 'digits'" in printed
 
 
-def test_choose_prints_what_it_chose_and_keeps_it(
+def test_choose_prints_its_choice_and_stores_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [
-        "rank",
-        "choose",
-        "digits",
-        "--track",
-        "space",
-        "--methods",
-        "fedntd",
-        "--out",
-        "out",
-    ]
-    assert call(command) == 0
-    said = capsys.readouterr().out
-    assert "try 2 [%]" in said
-    assert "FedNTD" in said
+    command = ["rank", "choose", "digits", "--track", "space", "--methods", "fedntd"]
+    assert call([*command, "--out", "out"]) == 0
+    printed = capsys.readouterr().out
+    assert "try 2 [%]" in printed
+    assert "FedNTD" in printed
     assert (tmp_path / "out" / "digits-space" / "chosen.toml").is_file()
 
 
@@ -260,12 +242,9 @@ def test_choosing_again_what_ships_changes_no_entry(
     """The choices that ship are part of the suite, so an entry with others could not be checked."""
     suite = suites.load_suite(tiny_ranking.NAME)
     assert call(["rank", "choose", "digits", "--track", "space", "--out", "out"]) == 0
-    stored = (tmp_path / "out" / "digits-space" / "chosen.toml").read_bytes()
-    assert all(
-        read_choice(row, table, 2) != suite.choices[row]
-        for row, table in parse_toml(stored).items()
-        if row in suite.choices
-    )
+    stored = parse_toml((tmp_path / "out" / "digits-space" / "chosen.toml").read_bytes())
+    for row in suite.choices.keys() & stored.keys():
+        assert read_choice(row, stored[row], 2) != suite.choices[row]
     assert "ship with digits-space" in capsys.readouterr().out
     assert call(["rank", "run", "digits", "--track", "space", "--out", "out"]) == 0
     assert "left out" not in capsys.readouterr().err
@@ -307,36 +286,42 @@ def test_choosing_a_track_whose_fields_another_chooses_says_which(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert call(["rank", "choose", "digits", "--track", "both", "--out", "out"]) == 0
-    said = capsys.readouterr().out
-    assert "digits-time" in said
-    assert said.endswith(" fedstill rank choose digits --track time --out out\n")
+    printed = capsys.readouterr().out
+    assert "digits-time" in printed
+    assert printed.endswith(" fedstill rank choose digits --track time --out out\n")
     assert not Path("out").exists(), "nothing is run"
 
 
 def test_a_newcomer_in_both_is_tried_in_the_suite_that_chooses_and_its_entry_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = suites.recipe_text
+    tiny_text = suites.recipe_text
     line = 'choosing = { column = "uneven", rounds = 1 }'
     column = '"uneven" = { partition = { kind = "dirichlet", alpha = 1.0 } }\n'
-    text = tiny_ranking.TINY
-    assert line in text
-    assert column in text
-    text = text.replace(line, f'choosing = {{ of = "{tiny_ranking.NAME}" }}').replace(column, "")
-    monkeypatch.setattr(
-        suites, "recipe_text", lambda name: text if name == "rank/digits-both" else whole(name)
-    )
+    assert line in tiny_ranking.TINY
+    assert column in tiny_ranking.TINY
+    new_line = f'choosing = {{ of = "{tiny_ranking.NAME}" }}'
+    text_of_both = tiny_ranking.TINY.replace(line, new_line).replace(column, "")
+
+    def recipe_text(name: str) -> str:
+        if name == "rank/digits-both":
+            return text_of_both
+        return tiny_text(name)
+
+    monkeypatch.setattr(suites, "recipe_text", recipe_text)
     (tmp_path / "mine.py").write_text(MINE)
+
     assert call(["rank", "enter", "mine.py", "--track", "both", "--out", "out"]) == 0
-    tried = [
-        p.read_text() for p in (tmp_path / "out" / "digits-space" / "choosing").rglob("config.toml")
-    ]
-    assert len(tried) == 2 * 3
-    assert all('kind = "dirichlet"' in text for text in tried)
+
+    trials = tmp_path / "out" / "digits-space" / "choosing"
+    trial_configs = [path.read_text() for path in trials.rglob("config.toml")]
+    assert len(trial_configs) == 2 * 3
+    assert all('kind = "dirichlet"' in config for config in trial_configs)
+
     entry = tmp_path / "out" / "entries" / "digits-both" / "mine"
-    entered = [p.read_text() for p in entry.rglob("config.toml")]
-    assert len(entered) == 5
-    assert all('kind = "iid"' in text for text in entered)
+    entry_configs = [path.read_text() for path in entry.rglob("config.toml")]
+    assert len(entry_configs) == 5
+    assert all('kind = "iid"' in config for config in entry_configs)
     assert "digits-space, on the column uneven" in " ".join(capsys.readouterr().out.split())
     assert call(["rank", "check", str(entry)]) == 0, capsys.readouterr().out
 
@@ -352,36 +337,34 @@ def test_a_newcomer_to_a_suite_of_ones_own_stands_beside_the_entries_that_are_th
     assert call(["rank", "run", "clinics.toml", "--methods", "fedavg", "--out", "out"]) == 0
     assert "1 method, 1 column × 5 seeds" in capsys.readouterr().out
     assert call(["rank", "enter", "mine.py", "--tier", "clinics.toml", "--out", "out"]) == 0
-    said = capsys.readouterr().out
-    check = said.partition("check it: fedstill ")[2].splitlines()[0]
+    printed = capsys.readouterr().out
+    check = printed.partition("check it: fedstill ")[2].splitlines()[0]
     monkeypatch.setattr(suites, "_suites_from_files", {})
     assert call(shlex.split(check)) == 0, "the printed command can be run"
-    assert "2 methods, 1 column × 5 seeds" in said
-    assert "FedNTD, joint\n" in said
+    assert "2 methods, 1 column × 5 seeds" in printed
+    assert "FedNTD, joint\n" in printed
 
 
 def test_the_page_on_adding_a_method_gives_an_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The FedGap of the documents, with the line on its tries that the page on the ranking adds."""
-    page = (Path(__file__).parents[2] / "docs" / "add_a_method.md").read_text()
+    page = (DOCS / "add_a_method.md").read_text()
     text = page.partition('```python title="fedgap.py"\n')[2].partition("```")[0]
     line = "    temperature: Positive = 1.0\n"
     assert line in text
     tries = 'tries: ClassVar = ({"beta": 0.3}, {"beta": 1.0}, {"beta": 2.0})\n'
-    shown = (Path(__file__).parents[2] / "docs" / "enter_the_ranking.md").read_text()
-    assert tries in shown, "the page shows this line"
+    assert tries in (DOCS / "enter_the_ranking.md").read_text()
     text = text.replace(line, f"{line}    {tries}")
     text = text.replace("import dataclass\n", "import dataclass\nfrom typing import ClassVar\n")
     (tmp_path / "fedgap.py").write_text(text)
-    assert (
-        call(["rank", "enter", "fedgap.py", "--tier", "digits", "--track", "space", "--out", "out"])
-        == 0
-    )
-    said = capsys.readouterr().out
-    assert "FedGap" in said
+
+    enter = ["rank", "enter", "fedgap.py", "--tier", "digits", "--track", "space"]
+    assert call([*enter, "--out", "out"]) == 0
+    printed = capsys.readouterr().out
+    assert "FedGap" in printed
     entry = tmp_path / "out" / "entries" / "digits-space" / "fedgap"
-    assert f"fedstill rank check {entry.relative_to(tmp_path)} --replay 1" in said
+    assert f"fedstill rank check {entry.relative_to(tmp_path)} --replay 1" in printed
     (tmp_path / "fedgap.py").unlink()
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(user_modules, "_used", set())
@@ -389,13 +372,13 @@ def test_the_page_on_adding_a_method_gives_an_entry(
         assert call(["rank", "check", str(entry), "--replay", "2"]) == 2
         assert "--trust-code" in capsys.readouterr().err
     assert call(["rank", "check", str(entry), "--replay", "2"]) == 0
-    said = capsys.readouterr().out
-    assert str(entry / "fedgap.py") in said
-    assert "replayed here: bits" in said
+    printed = capsys.readouterr().out
+    assert str(entry / "fedgap.py") in printed
+    assert "replayed here: bits" in printed
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["run", "digit"], "unknown tier 'digit'; did you mean 'digits'?"),
         (["run", "digits", "--track", "spac"], "unknown track 'spac'; did you mean 'space'?"),
@@ -423,11 +406,11 @@ def test_the_page_on_adding_a_method_gives_an_entry(
     ],
 )
 def test_what_is_wrong_is_one_line(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(["rank", *words]) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
 
 
@@ -435,26 +418,26 @@ def test_a_method_without_a_row_is_mapped_and_ships(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From the command to the page and to what explain says of a config on the same setting."""
-    monkeypatch.setattr(map_file, "_map_folder", lambda: tmp_path / "maps")
-    monkeypatch.setattr(where, "AXES", {"partition.alpha": (0.5, "even"), "plan.epochs": (1, 4)})
+    monkeypatch.setattr(maps, "_map_folder", lambda: tmp_path / "maps")
+    monkeypatch.setattr(maps, "AXES", {"partition.alpha": (0.5, "even"), "plan.epochs": (1, 4)})
     assert call(["rank", "map", "FedLC", "--out", "out", "--into-package"]) == 0
-    said = capsys.readouterr().out
-    assert "FedLC helps " in said
-    assert (tmp_path / "maps" / "fedlc.csv").read_text() == (
-        tmp_path / "out" / "map-digits" / "fedlc" / "map.csv"
-    ).read_text()
+    printed = capsys.readouterr().out
+    assert "FedLC helps " in printed
+    folder = tmp_path / "out" / "map-digits"
+    shipped_text = (tmp_path / "maps" / "fedlc.csv").read_text()
+    assert shipped_text == (folder / "fedlc" / "map.csv").read_text()
+
     assert call(["rank", "page", "--out", "page"]) == 0
     page = (tmp_path / "page" / "index.html").read_text()
-    assert map_file.shipped_maps()["fedlc"].summary in page
+    assert maps.shipped_maps()["fedlc"].summary in page
     assert "of FedNTD, FedADKD" in page
     capsys.readouterr()
-    (config,) = (tmp_path / "out" / "map-digits" / "runs").glob(
-        "*alpha_even*epochs_4*FedLC*/seed0/config.toml"
-    )
+
+    (config,) = folder.glob("runs/*alpha_even*epochs_4*FedLC*/seed0/config.toml")
     assert call(["explain", str(config), "--no-split"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "alpha even, epochs 4" in said
-    assert "map: FedLC was " in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "alpha even, epochs 4" in printed
+    assert "map: FedLC was " in printed
     assert call(["explain", str(config), "--no-split", "-s", "plan.train.epochs=400"]) == 0
     assert "map:" not in capsys.readouterr().out, "too far from every cell"
 
@@ -472,9 +455,9 @@ def test_the_help_has_no_option_for_an_empty_list_of_suites(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(["rank", command, "--help"]) == 0
-    said = capsys.readouterr().out
-    assert "--suite" in said
-    assert "--empty" not in said
+    printed = capsys.readouterr().out
+    assert "--suite" in printed
+    assert "--empty" not in printed
 
 
 def test_a_method_whose_file_was_edited_is_entered_again_with_overwrite(
@@ -531,25 +514,25 @@ def test_a_suite_of_ones_own_from_choosing_to_the_page(
     """The file and the commands that the page on entering shows."""
     monkeypatch.setattr(suites, "shipped_choices", lambda *_: {})
     monkeypatch.setattr(suites, "_suites_from_files", {})
-    text = (Path(__file__).parents[2] / "docs" / "enter_the_ranking.md").read_text()
-    _, _, after = text.partition('```toml title="clinics.toml"\n')
-    shown, _, after = after.partition("```")
+    page_text = (DOCS / "enter_the_ranking.md").read_text()
+    _, _, from_the_file_on = page_text.partition('```toml title="clinics.toml"\n')
+    suite_file, _, commands, *_ = from_the_file_on.split("```")
     data = 'data = { name = "digits", train_size = 200, test_size = 100 }'
-    assert data in shown
-    (tmp_path / "clinics.toml").write_text(
-        shown.replace(data, 'data = { name = "mine.py:few", train_size = 200, test_size = 100 }')
-    )
+    own_data = 'data = { name = "mine.py:few", train_size = 200, test_size = 100 }'
+    assert data in suite_file
+    (tmp_path / "clinics.toml").write_text(suite_file.replace(data, own_data))
     (tmp_path / "mine.py").write_text(FEW)
-    commands = [line.split() for line in after.split("```")[1].splitlines() if line]
-    assert [words[:3] for words in commands] == [
-        ["fedstill", "rank", v] for v in ("choose", "run", "check", "page")
-    ]
-    said = []
-    for words in commands:
-        assert call(words[1:]) == 0
-        said.append(capsys.readouterr().out)
-    assert "Clinics, two splits" in said[1]
-    assert said[2].count("replayed here: bits") == 3
+
+    printed = {}
+    for line in commands.strip().splitlines():
+        program, *words = line.split()
+        assert program == "fedstill"
+        assert call(words) == 0
+        printed[words[1]] = capsys.readouterr().out
+
+    assert list(printed) == ["choose", "run", "check", "page"]
+    assert "Clinics, two splits" in printed["run"]
+    assert printed["check"].count("replayed here: bits") == 3
     assert (tmp_path / "clinics" / "clinics" / "chosen.toml").is_file()
     page = (tmp_path / "clinics" / "page" / "index.html").read_text()
     assert "clinics: Clinics, two splits" in page
@@ -561,9 +544,8 @@ def test_a_suite_of_ones_own_from_choosing_to_the_page(
         (elsewhere / part).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / part).rename(elsewhere / part)
     monkeypatch.chdir(elsewhere)
-    assert call(["rank", "check", "clinics/entries/clinics", "--suite", "clinics.toml"]) == 0, (
-        capsys.readouterr().out
-    )
+    check = ["rank", "check", "clinics/entries/clinics", "--suite", "clinics.toml"]
+    assert call(check) == 0, capsys.readouterr().out
     configs = [path.read_text() for path in (elsewhere / "clinics").rglob("config.toml")]
     assert configs
     assert not any(str(tmp_path) in text for text in configs)
