@@ -17,9 +17,10 @@ TOYS = ["toys:Chain", "toys:Logits", "toys:Peers", "toys:Troubled"]
 
 @pytest.fixture(scope="session")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    began = time.monotonic()
+    """The server and three clients, which run until the end."""
+    start = time.monotonic()
     with deployed(tmp_path_factory.mktemp("three"), CLIENTS) as deployment:
-        print(f"\nserver up after {time.monotonic() - began:.1f} s")
+        print(f"\nserver up after {time.monotonic() - start:.1f} s")
         for client in range(CLIENTS):
             site = deployment.federation.client(client) / "site.toml"
             site.write_text(site.read_text() + f"imports = {TOYS}\n")

@@ -43,6 +43,7 @@ def hospital(place: Path, client: int) -> Site:
 
 
 def experiment(**data: Any) -> Experiment:
+    """One round at two sites with tables."""
     flower = {"deadline": 30, "poll": 1, "data": "sites", "federation": "/f", "classes": CLASSES}
     return Experiment(
         engine="flower",

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from federations import federation_in
 
 from fedstill.core.errors import ConfigError
 from fedstill.flower.deployment import folder, superlink
@@ -89,15 +90,15 @@ class Web:
 
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[Web]:
-    federation = folder.init(
-        tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
-    )
+    """A server that admits 16 connections."""
+    federation = federation_in(tmp_path)
     started = Web(federation, Connections(16))
     yield started
     started.close()
 
 
 def is_answered(connection: socket.socket) -> bool:
+    """Whether a request over the connection gets its answer."""
     connection.settimeout(30)
     try:
         connection.sendall(REQUEST)
@@ -113,6 +114,7 @@ def is_answered(connection: socket.socket) -> bool:
 
 
 def is_ended(connection: socket.socket, seconds: float = 30.0) -> bool:
+    """Whether the server ends the connection within this time."""
     connection.settimeout(seconds)
     try:
         while connection.recv(100):
@@ -147,9 +149,7 @@ def test_a_connection_without_a_handshake_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(superlink, "HANDSHAKE_SECONDS", 0.2)
-    federation = folder.init(
-        tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
-    )
+    federation = federation_in(tmp_path)
     web = Web(federation, Connections(16))
     with web.plain() as connection:
         assert is_ended(connection)

@@ -25,6 +25,7 @@ pytestmark = needs_flower
 
 
 def made(path: Path, **changes: object) -> folder.Federation:
+    """A federation of two clients in this folder."""
     values = {
         "clients": 2,
         "hosts": ("127.0.0.1",),

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("cryptography")
 
+from federations import federation_in
+
 from fedstill.cli import call
 from fedstill.config.experiment import Experiment, from_tree
 from fedstill.config.settings import Settings
@@ -46,6 +48,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the test's data and runs, with a cache of its own."""
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("FEDSTILL_DATA", raising=False)
     return tmp_path
@@ -53,12 +56,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def federation(place: Path) -> Federation:
-    return folder.init(
-        place / "fed", CLIENTS, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="0"
-    )
+    """A federation of all hospitals."""
+    return federation_in(place, CLIENTS)
 
 
 def patients(client: int) -> pd.DataFrame:
+    """40 rows of a hospital."""
     draw = np.random.default_rng(client)
     age = draw.normal(50 + 10 * client, 8, 40).round(1)
     pressure = draw.normal(130, 15, 40).round(0)
@@ -89,6 +92,7 @@ def grid(place: Path, clients: list[int]) -> LoopbackGrid:
 
 
 def experiment(data: dict[str, Any], **changes: Any) -> Experiment:
+    """Two rounds of all hospitals with a small network."""
     return Experiment(
         rounds=2,
         model={"name": "logistic"},

@@ -32,6 +32,7 @@ time.sleep(600)
 
 @pytest.fixture
 def _same_signals() -> Iterator[None]:
+    """Restore the handler of SIGTERM."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from federations import federation_in
 
 from fedstill.core.errors import ConfigError, Refused
-from fedstill.flower.deployment import control, folder
+from fedstill.flower.deployment import control
 from fedstill.flower.deployment.folder import (
     CODE,
     PYPROJECT,
@@ -123,9 +124,7 @@ def test_where_keys_are_listed_they_say_which_client_a_node_is() -> None:
 
 @needs_flower
 def test_the_list_of_keys_is_of_clients_each_with_a_key_of_its_own(tmp_path: Path) -> None:
-    federation = folder.init(
-        tmp_path / "fed", 2, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
-    )
+    federation = federation_in(tmp_path, 2)
     allowed = federation.server / "allowed"
     assert sorted(control.listed(federation)) == ["client0", "client1"]
     (allowed / "client2.pub").write_bytes((allowed / "client1.pub").read_bytes())

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from federations import federation_in
 
 from fedstill.core.errors import ConfigError
-from fedstill.flower.deployment import exchange, folder, gate, programs
+from fedstill.flower.deployment import exchange, gate, programs
 from fedstill.flower.deployment.exchange import GET_RUN, PULL, PUSH_PART, SITES, SITES_PATHS
 from fedstill.flower.deployment.gate import KEY_HEADER, MAX_BODIES, MAX_BODY, Gate, check_paths
 from flowers import needs_flower
@@ -37,6 +38,7 @@ def guarding(inside: Any, listed: bool = True) -> Gate:
 
 
 def own_pull(site: int = 0) -> bytes:
+    """A request of a site for its messages."""
     from flwr.proto.fleet_pb2 import PullMessagesRequest
     from flwr.proto.node_pb2 import Node
 
@@ -142,16 +144,19 @@ def test_a_signed_request_counts_once() -> None:
 
 
 def never_read() -> Any:
+    """Stands in for the body of a request that must not be read."""
     raise AssertionError("the body was read")
 
 
 def forged(change: Callable[[dict[str, str]], object]) -> dict[str, str]:
+    """Signed headers after a change."""
     headers = SITE_KEYS[0].headers()
     change(headers)
     return headers
 
 
 def at(seconds: float) -> str:
+    """The time in so many seconds, as headers have it."""
     moment = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=seconds)
     return moment.isoformat()
 
@@ -361,6 +366,7 @@ def test_a_site_fetches_and_answers_its_own_instructions() -> None:
 
 
 def other(session: SiteSession) -> int:
+    """Another node than that of the session."""
     return next(node for node in NODES if node != session.node)
 
 
@@ -572,9 +578,7 @@ def test_the_installed_flower_is_served_inside_the_gate(
     """
     from fedstill.flower.deployment import superlink
 
-    federation = folder.init(
-        tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
-    )
+    federation = federation_in(tmp_path)
     command = programs.superlink(federation, insecure=False)
     assert command[:3] == [sys.executable, "-m", "fedstill.flower.deployment.superlink"]
     monkeypatch.setenv("FLWR_INTERNAL_GRPC_CONTROL_API", "1")
@@ -631,9 +635,7 @@ def test_a_flower_that_changed_does_not_start(
 
     from fedstill.flower.deployment import superlink
 
-    federation = folder.init(
-        tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
-    )
+    federation = federation_in(tmp_path)
     arguments = programs.superlink(federation, insecure=False)[2:]
     monkeypatch.setattr(sys, "argv", list(arguments))
     monkeypatch.setattr("fedstill.flower.deployment.gate.SITES_PATHS", SITES_PATHS - {PULL})

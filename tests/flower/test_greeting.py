@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from federations import federation_in
 
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError, DeployFailed
@@ -26,12 +27,6 @@ from fedstill.flower.deployment.tasks import Door
 from flowers import needs_flower
 
 pytestmark = needs_flower
-
-
-def made(path: Path, clients: int = 1) -> folder.Federation:
-    return folder.init(
-        path / "fed", clients, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
-    )
 
 
 @contextmanager
@@ -62,6 +57,7 @@ def listening(federation: folder.Federation | None, status: int = 200) -> Iterat
 
 
 def admitted(status: int) -> bytes:
+    """An answer of a server that admits a node, with this HTTP status."""
     from flwr.proto.fleet_pb2 import ActivateNodeResponse
 
     body = ActivateNodeResponse(node_id=5).SerializeToString()
@@ -75,6 +71,7 @@ def greeted(
     insecure: bool = False,
     status: int = 200,
 ) -> None:
+    """Connect client 0 of a federation to a server of another one."""
     with listening(server, status) as address:
         member = replace(folder.membership(federation.client(0)), address=address)
         connected(member, insecure)
@@ -92,6 +89,7 @@ def connected(member: folder.Membership, insecure: bool = False, **changes: Any)
 def certified(
     federation: folder.Federation, host: str = "127.0.0.1", days: int = 9
 ) -> folder.Federation:
+    """The federation with a certificate for this host and so many days."""
     certificates.make_server(
         federation.server, certificates.authority_of(federation.folder), [host], days
     )
@@ -99,12 +97,12 @@ def certified(
 
 
 def test_a_good_certificate_is_taken(tmp_path: Path) -> None:
-    federation = made(tmp_path)
+    federation = federation_in(tmp_path)
     greeted(federation, federation)
 
 
 def test_an_expired_certificate_is_named_with_what_to_do(tmp_path: Path) -> None:
-    federation = certified(made(tmp_path), days=-1)
+    federation = certified(federation_in(tmp_path), days=-1)
     with pytest.raises(DeployFailed, match=r"expired.*deploy renew"):
         greeted(federation, federation)
     with pytest.raises(ConfigError, match=r"server\.crt expired on \d{4}-\d\d-\d\d.*deploy renew"):
@@ -115,7 +113,7 @@ def test_an_expired_certificate_is_named_with_what_to_do(tmp_path: Path) -> None
 
 
 def test_a_certificate_for_another_host_is_named_and_renewed_for_this_one(tmp_path: Path) -> None:
-    federation = certified(made(tmp_path), host="elsewhere.example.org")
+    federation = certified(federation_in(tmp_path), host="elsewhere.example.org")
     with pytest.raises(
         DeployFailed,
         match=r"127\.0\.0\.1.*renew DIR --host 127\.0\.0\.1",
@@ -128,11 +126,11 @@ def test_a_certificate_for_another_host_is_named_and_renewed_for_this_one(tmp_pa
 
 def test_a_certificate_of_another_authority_is_named(tmp_path: Path) -> None:
     with pytest.raises(DeployFailed, match=r"ca\.crt"):
-        greeted(made(tmp_path / "a"), made(tmp_path / "b"))
+        greeted(federation_in(tmp_path / "a"), federation_in(tmp_path / "b"))
 
 
 def test_one_that_speaks_tls_and_one_that_does_not_are_told_so(tmp_path: Path) -> None:
-    federation = made(tmp_path)
+    federation = federation_in(tmp_path)
     with pytest.raises(DeployFailed, match="--insecure-for-testing"):
         greeted(federation, federation, insecure=True)
     with pytest.raises(DeployFailed, match="does not use TLS"):
@@ -168,7 +166,8 @@ def waited(
 def member_at(
     tmp_path: Path, address: str, federation: folder.Federation | None = None
 ) -> folder.Membership:
-    federation = federation or made(tmp_path)
+    """Client 0 of a federation, whose server has this address."""
+    federation = federation or federation_in(tmp_path)
     return replace(folder.membership(federation.client(0)), address=address)
 
 
@@ -212,7 +211,7 @@ def test_the_reason_of_a_wait_is_printed(
 
 @pytest.mark.parametrize("status", [401, 412])
 def test_a_client_that_is_refused_is_told_both_reasons(status: int, tmp_path: Path) -> None:
-    federation = made(tmp_path)
+    federation = federation_in(tmp_path)
     with pytest.raises(DeployFailed, match=r"not listed.*another machine"):
         greeted(federation, federation, status=status)
 
@@ -220,7 +219,7 @@ def test_a_client_that_is_refused_is_told_both_reasons(status: int, tmp_path: Pa
 def test_a_certificate_that_expires_soon_is_announced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    federation = certified(made(tmp_path), days=15)
+    federation = certified(federation_in(tmp_path), days=15)
     greeted(federation, federation)
     assert "expires" not in capsys.readouterr().out
     certified(federation, days=13)
@@ -258,7 +257,7 @@ def proxied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def test_loopback_is_never_reached_through_a_proxy(tmp_path: Path, proxied: list[str]) -> None:
     bypass_proxies()
-    federation = made(tmp_path)
+    federation = federation_in(tmp_path)
     greeted(federation, federation)
     authority = (federation.server / "ca.crt").read_bytes()
     with listening(federation) as address, contextlib.suppress(ValueError):  # no list of nodes
@@ -274,7 +273,7 @@ def test_the_servers_own_programs_reach_it_without_a_proxy(
     from flwr.proto.runtime_pb2 import AcquireTaskRequest
     from flwr.supercore.control import ControlHttpClient
 
-    federation = replace(made(tmp_path), listen="192.0.2.7")
+    federation = replace(federation_in(tmp_path), listen="192.0.2.7")
     monkeypatch.setenv("no_proxy", "")
     monkeypatch.setenv("NO_PROXY", "")
     assert proxy_of("192.0.2.7", tls=False) is not None
@@ -339,7 +338,7 @@ def test_a_server_that_only_a_proxy_reaches_is_reached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The proxy knows the server's name; this machine does not."""
-    federation = certified(made(tmp_path), host="fed.example.invalid")
+    federation = certified(federation_in(tmp_path), host="fed.example.invalid")
     with listening(federation) as address, tunnel(address) as (proxy, opened):
         monkeypatch.setenv("https_proxy", f"http://{proxy}")
         connected(member_at(tmp_path / "site", "fed.example.invalid:18443", federation))
@@ -377,7 +376,7 @@ def tunnel(address: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def test_an_authority_that_has_expired_signs_nothing(tmp_path: Path) -> None:
-    federation = made(tmp_path)
+    federation = federation_in(tmp_path)
     certificates.write_authority(federation.folder, certificates.make_authority("old", days=-1))
     with pytest.raises(ConfigError, match="expired"):
         folder.renew(federation, ())
@@ -385,7 +384,7 @@ def test_an_authority_that_has_expired_signs_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:", ":8443", "here:0", "here:99999"])
 def test_an_invalid_address_is_refused_before_a_connection(address: str, tmp_path: Path) -> None:
-    member = replace(folder.membership(made(tmp_path).client(0)), address=address)
+    member = replace(folder.membership(federation_in(tmp_path).client(0)), address=address)
 
     with pytest.raises(ConfigError, match=f"address = {address!r}"):
         connected(member)

@@ -51,6 +51,7 @@ class Open:
 
 
 def guarding(seconds: float = 30.0) -> tuple[Gate, Inside]:
+    """A gate that holds questions for so long, and what is behind it."""
     inside = Inside()
     nodes = {key.public: node for node, key in SITES.items()}
     gate = Gate(inside, KEY, nodes.get)
@@ -70,6 +71,7 @@ def begin(gate: Gate, path: str, body: bytes, **headers: Any) -> tuple[Open, asy
 
 
 def pull(gate: Gate, node: int) -> tuple[Open, asyncio.Task[None]]:
+    """Begin the question of a site for messages."""
     from flwr.proto.fleet_pb2 import PullMessagesRequest
     from flwr.proto.node_pb2 import Node
 
@@ -184,6 +186,7 @@ def test_a_run_whose_message_is_refused_wakes_nobody() -> None:
 
 
 def run_pull(gate: Gate) -> tuple[Open, asyncio.Task[None]]:
+    """Begin the question of a run for a reply."""
     from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 
     body = PullAppMessagesRequest(message_ids=["m5"]).SerializeToString()
@@ -240,6 +243,7 @@ def test_a_runs_question_is_answered_after_a_while_and_an_error_at_once(status: 
 
 
 def take_run(gate: Gate) -> tuple[Open, asyncio.Task[None]]:
+    """Begin the question for a run to start."""
     return begin(gate, TAKE_RUN, b"", **{KEY_HEADER.replace("-", "_"): KEY})
 
 
@@ -268,11 +272,11 @@ def test_a_server_that_ends_holds_nothing() -> None:
         gate, _ = guarding()
         gate.held.run_seconds = 30.0
         await pull(gate, 5)[1]
-        question = [pull(gate, 5)[1], run_pull(gate)[1]]
-        assert await is_held(question[0])
-        assert await is_held(question[1])
+        tasks = [pull(gate, 5)[1], run_pull(gate)[1]]
+        assert await is_held(tasks[0])
+        assert await is_held(tasks[1])
         gate.held.close()
-        await asyncio.wait_for(asyncio.gather(*question), 5)
+        await asyncio.wait_for(asyncio.gather(*tasks), 5)
 
     asyncio.run(scenario())
 

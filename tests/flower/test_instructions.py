@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from federations import federation_in
 
 from fedstill.core import codec
 from fedstill.core.codec import encode
@@ -44,9 +45,8 @@ RUN = 5
 
 @pytest.fixture
 def federation(tmp_path: Path) -> folder.Federation:
-    return folder.init(
-        tmp_path / "fed", 2, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
-    )
+    """A federation of two clients."""
+    return federation_in(tmp_path, 2)
 
 
 @pytest.fixture
@@ -65,6 +65,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def request(client: int = 0) -> Request:
+    """A request with a small model."""
     payload = Payload({"model": {"w": torch.arange(6.0).reshape(2, 3)}, "round": 1})
     return Request(
         "1.0",
@@ -84,6 +85,7 @@ def message(
     kind: str = "train.stage",
     records: Any = None,
 ) -> Any:
+    """A message to a node before it is signed."""
     from flwr.app import Message
     from flwr.supercore.task_identity import TaskIdentity
 
@@ -125,6 +127,7 @@ def test_an_instruction_that_comes_again_is_refused_also_after_a_restart(
 
 
 def change_header(arrived: Any) -> None:
+    """Change the configuration in the header."""
     header = arrived.content.config_records["header"]
     header["json"] = header["json"].replace("rounds = 1", "rounds = 9")
 
@@ -135,6 +138,7 @@ def changed(data: bytes) -> bytes:
 
 
 def change_group(arrived: Any) -> None:
+    """Change the last byte of the first group."""
     header = arrived.content.config_records["header"]
     arrays = arrived.content.array_records.get("groups")
     if arrays is None:
@@ -144,6 +148,7 @@ def change_group(arrived: Any) -> None:
 
 
 def move_group(arrived: Any) -> None:
+    """Change the order of groups."""
     header = arrived.content.config_records["header"]
     arrays = arrived.content.array_records.get("groups")
     if arrays is None:
@@ -153,12 +158,14 @@ def move_group(arrived: Any) -> None:
 
 
 def add_record(arrived: Any) -> None:
+    """Add a record that the signature does not cover."""
     from flwr.app import MetricRecord
 
     arrived.content["more"] = MetricRecord({"rounds": 9})
 
 
 def statement(arrived: Any, **changes: Any) -> None:
+    """Change the signed statement."""
     signed = arrived.content[SIGNED]
     signed["statement"] = json.dumps({**json.loads(signed["statement"]), **changes})
 
@@ -205,9 +212,7 @@ def test_a_site_does_nothing_for_an_instruction_to_another_site(
 def test_a_site_does_nothing_for_the_key_of_another_server(
     federation: folder.Federation, check: InstructionCheck, tmp_path: Path
 ) -> None:
-    other_federation = folder.init(
-        tmp_path / "other", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
-    )
+    other_federation = federation_in(tmp_path / "other")
     with pytest.raises(Refused, match="signature"):
         check(instruction(other_federation), NODE)
 

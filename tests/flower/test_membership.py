@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from federations import federation_in
 
 from fedstill.cli import call
 from fedstill.core.errors import ConfigError
@@ -28,20 +29,15 @@ from flowers import needs_flower
 pytestmark = needs_flower
 
 
-def made(path: Path, clients: int = 2) -> folder.Federation:
-    return folder.init(
-        path / "fed", clients, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
-    )
-
-
 def listed(federation: folder.Federation) -> set[str]:
+    """The names of the clients whose keys the server lists."""
     return set(control.listed(folder.load_federation(federation.folder)))
 
 
 def test_a_site_joins_with_the_next_number_and_a_key_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    federation = made(tmp_path)
+    federation = federation_in(tmp_path, 2)
     old = {path: path.read_bytes() for path in federation.client(1).iterdir()}
     assert call(["deploy", "add", str(federation.folder), "--clients", "2"]) == 0
     assert str(federation.client(3)) in capsys.readouterr().out
@@ -57,7 +53,7 @@ def test_a_site_joins_with_the_next_number_and_a_key_of_its_own(
 def test_a_number_of_clients_that_is_not_possible_changes_nothing(
     clients: int, tmp_path: Path
 ) -> None:
-    federation = made(tmp_path)
+    federation = federation_in(tmp_path, 2)
     with pytest.raises(ConfigError, match="--clients"):
         folder.add_clients(federation, clients)
     assert folder.load_federation(federation.folder) == federation
@@ -69,7 +65,7 @@ def test_a_site_that_has_left_is_no_longer_listed_and_no_other_site_gets_its_num
     """A number names one site in all journals and certificates; unlearning a number concerns one
     site only.
     """
-    federation = made(tmp_path, clients=3)
+    federation = federation_in(tmp_path, clients=3)
     place = str(federation.folder)
     former_key = federation.listed_key(1).read_bytes()
     assert call(["deploy", "remove", place, "1"]) == 0
@@ -89,7 +85,7 @@ def test_a_site_that_has_left_is_no_longer_listed_and_no_other_site_gets_its_num
 
 
 def test_a_federation_of_an_earlier_version_has_no_departed_clients(tmp_path: Path) -> None:
-    federation = made(tmp_path)
+    federation = federation_in(tmp_path, 2)
     path = federation.folder / "federation.toml"
     path.write_text(path.read_text().replace("departed = []\n", ""))
     assert "departed" not in path.read_text()
@@ -192,6 +188,7 @@ def test_a_run_survives_a_server_that_does_not_list_its_clients_for_a_while(
 
 
 def node(**changes: Any) -> Any:
+    """A node as the server reports it: client 0, online for ten minutes."""
     from flwr.proto.node_pb2 import NodeInfo
 
     time_now = time.time()
@@ -235,7 +232,7 @@ def test_status_shows_sites_the_run_and_its_round(
     from fedstill.running.runner import run
 
     run(toys.toy(rounds=2), tmp_path / "run", data=toys.blobs())
-    federation = made(tmp_path)
+    federation = federation_in(tmp_path, 2)
     sites = [control.SiteStatus.of(node()), control.SiteStatus("client1", False, None)]
     under_way = control.RunStatus(number=7, folder=str(tmp_path / "run"))
     server = SimpleNamespace(
@@ -258,7 +255,7 @@ def test_status_lists_the_sites_that_a_server_does_not_know_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Directly after its start, and also a site that the server still knows and that has left."""
-    federation = made(tmp_path, clients=11)
+    federation = federation_in(tmp_path, clients=11)
     folder.remove_client(federation, 4)
     statuses = [control.SiteStatus("client4", True), control.SiteStatus("client10", True)]
     server = SimpleNamespace(sites=lambda: statuses, runs_under_way=list, certificates=None)
@@ -278,7 +275,7 @@ def test_a_run_without_a_round_has_none(tmp_path: Path) -> None:
 
 
 def test_a_running_server_takes_a_renewed_certificate(tmp_path: Path) -> None:
-    federation = made(tmp_path)
+    federation = federation_in(tmp_path, 2)
     loaded_files = list[str]()
     context = SimpleNamespace(
         load_cert_chain=lambda *files: loaded_files.append(Path(files[0]).name)
@@ -292,7 +289,7 @@ def test_a_running_server_takes_a_renewed_certificate(tmp_path: Path) -> None:
         await asyncio.sleep(0.05)
         assert loaded_files == []
         certificate = files["ssl_certfile"].read_bytes()
-        other_federation = made(tmp_path / "other")
+        other_federation = federation_in(tmp_path / "other", 2)
         files["ssl_certfile"].write_bytes((other_federation.server / "server.crt").read_bytes())
         await asyncio.sleep(0.05)
         assert loaded_files == [], "the key is still that of the old one"
@@ -310,7 +307,7 @@ def test_a_server_names_the_end_of_its_certificate_when_it_comes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also on the day on which it was announced."""
-    federation = made(tmp_path)
+    federation = federation_in(tmp_path, 2)
     authority = certificates.authority_of(federation.folder)
     certificates.make_server(federation.server, authority, ["127.0.0.1"], 3 / 86_400)
     config = SimpleNamespace(ssl=object(), ssl_certfile=str(federation.server / "server.crt"))
@@ -336,11 +333,11 @@ def test_a_server_names_the_end_of_its_certificate_when_it_comes(
 def test_programs_on_the_servers_machine_take_an_expired_certificate_of_its_authority(
     tmp_path: Path,
 ) -> None:
-    federation = made(tmp_path)
+    federation = federation_in(tmp_path, 2)
     authority = certificates.authority_of(federation.folder)
     certificates.make_server(federation.server, authority, ["127.0.0.1"], -1)
     assert shakes_hands(federation, federation)
-    stranger = made(tmp_path / "other")
+    stranger = federation_in(tmp_path / "other", 2)
     assert not shakes_hands(stranger, federation)
 
 

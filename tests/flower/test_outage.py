@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from federations import federation_in
 
 from fedstill.flower.deployment import folder, node
 from fedstill.flower.deployment.node import Incoming, Outgoing, Server
@@ -60,9 +61,7 @@ def test_a_run_asks_again_where_the_server_has_failed(
     from flwr.supercore.retry import http_retry
 
     monkeypatch.setattr(http_retry, "exponential", lambda **options: iter([0.01] * 99))
-    federation = folder.init(
-        tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
-    )
+    federation = federation_in(tmp_path)
     answer = GetNodesResponse(nodes=[NodeInfo(node_id=7)]).SerializeToString()
     statuses = [503, 503, 502]
     with answering(statuses, answer) as address:
@@ -87,9 +86,7 @@ tasks.server_task(tasks.Door("127.0.0.1:1", Path(sys.argv[1]), Path(sys.argv[2])
 
 def test_a_run_shows_that_it_is_there_before_it_imports_torch(tmp_path: Path) -> None:
     """On a busy machine the import takes a minute, in which Flower would give the run up."""
-    federation = folder.init(
-        tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
-    )
+    federation = federation_in(tmp_path)
     keys = [str(federation.key), str(federation.signing_key)]
     command = [sys.executable, "-c", STARTS, *keys]
     assert subprocess.run(command, env=beside_us(), check=False, timeout=300).returncode == 0
@@ -111,9 +108,7 @@ def test_the_server_learns_that_a_run_is_there_while_its_process_starts(
             close=lambda: noted.append("closed"),
         )
 
-    federation = folder.init(
-        tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
-    )
+    federation = federation_in(tmp_path)
     monkeypatch.setattr("flwr.supercore.runtime.RuntimeHttpClient", client)
     starting = [sys.executable, "-c", "import time; time.sleep(600)"]
     monkeypatch.setattr(tasks.Door, "command", lambda door, pipe: starting)
@@ -139,9 +134,7 @@ def test_only_a_runs_process_sends_heartbeats_once_it_can(
     """It alone knows when its token ends; the server would log a later heartbeat as an error."""
     from fedstill.flower.deployment import tasks
 
-    federation = folder.init(
-        tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
-    )
+    federation = federation_in(tmp_path)
     program = [sys.executable, "-c", TAKES_OVER]
     monkeypatch.setattr(tasks.Door, "command", lambda door, pipe: [*program, str(pipe)])
     statuses = [401] * 9
@@ -226,9 +219,7 @@ def test_a_server_survives_a_run_whose_token_is_no_longer_valid(
     """
     from fedstill.flower.deployment import tasks
 
-    federation = folder.init(
-        tmp_path / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=8443, version="1.0"
-    )
+    federation = federation_in(tmp_path)
     ending = [sys.executable, "-c", "import time; time.sleep(600)"]
     monkeypatch.setattr(tasks.Door, "command", lambda door, pipe: ending)
     statuses = [status] * 3

@@ -113,12 +113,14 @@ TABLE = {"name": "none", "columns": ["age", "chol"], "standardise": "own"}
 
 
 def patients(**changes: Any) -> pd.DataFrame:
+    """40 rows of a hospital, with some columns changed."""
     rows = pd.DataFrame({"age": range(30, 70), "chol": range(180, 220)})
     rows["label"] = ["ill" if age % 3 else "well" for age in rows["age"]]
     return rows.assign(**changes)
 
 
 def settings_of(data: dict[str, Any], **changes: Any) -> Settings:
+    """Settings of a run at one site with these data."""
     flower = {"data": "sites", "federation": "/federation", "classes": ["ill", "well"]}
     flower |= changes.pop("flower", {})
     values = {
@@ -135,6 +137,7 @@ def settings_of(data: dict[str, Any], **changes: Any) -> Settings:
 
 
 def request_of(settings: Settings, **changes: Any) -> Request:
+    """The request to train in round 1."""
     facts = {
         "classes": ["ill", "well"],
         "shape": [2],
@@ -157,6 +160,7 @@ def request_of(settings: Settings, **changes: Any) -> Request:
 
 
 def site_with(folder: Path, rows: pd.DataFrame, **keys: Any) -> Site:
+    """A site with these rows, in a folder whose name is secret."""
     place = folder / SECRET
     place.mkdir()
     for split in ("train", "test"):
@@ -168,14 +172,17 @@ Case = tuple[Callable[[Path], Site], Callable[[], Request], Topic]
 
 
 def asked(**changes: Any) -> Callable[[], Request]:
+    """A request for tables, made when it is needed."""
     return lambda: request_of(settings_of(TABLE), **changes)
 
 
 def has(**changes: Any) -> Callable[[Path], Site]:
+    """A site with changed rows, made when it is needed."""
     return lambda folder: site_with(folder, patients(**changes))
 
 
 def folders_of_tasks(folder: Path) -> Site:
+    """A site whose folders are no tasks."""
     return replace(site_with(folder, patients()), data=str(folder), tasks="folders")
 
 

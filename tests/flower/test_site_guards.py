@@ -43,6 +43,7 @@ class Watching(SiteGuard):
 
 
 def guarded(monkeypatch: pytest.MonkeyPatch, *guards: SiteGuard) -> None:
+    """Give sites these guards."""
     monkeypatch.setattr(site, "site_guards", lambda prepared, folder: guards)
 
 

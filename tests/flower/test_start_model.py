@@ -204,14 +204,17 @@ def test_a_site_takes_no_other_model_than_the_one_it_has_accepted(
 
 
 def short(model: Tensors) -> dict[str, torch.Tensor]:
+    """The model without its first entry."""
     return dict(list(model.items())[1:])
 
 
 def not_finite(model: Tensors) -> dict[str, torch.Tensor]:
+    """The model with NaN in all entries."""
     return {name: value * float("nan") for name, value in model.items()}
 
 
 def large(model: Tensors) -> dict[str, torch.Tensor]:
+    """The model with a further, large entry."""
     return {**model, "further": torch.zeros(1000, 1000)}
 
 
