@@ -12,14 +12,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import toys
 from fedstill.config.experiment import load
 from fedstill.running import compare
-from fedstill.running.compare import signals_blocked, variants
+from fedstill.running.compare import (
+    KILLED,
+    Outcome,
+    _finish,
+    _Pool,
+    signals_blocked,
+    variants,
+)
 from fedstill.running.runner import run
 
 CONFIG = "rounds = 100000\nmeasure = []\ntopology = { clients = 4 }\nplan = { epochs = 1 }\n"
@@ -164,6 +175,28 @@ def completed(command: list[str], folder: Path) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.slow
+class BrokenExecutor(ProcessPoolExecutor):
+    """A pool of which an idle process was killed."""
+
+    def __init__(self) -> None:
+        """Start no process."""
+
+    def submit(self, *_: Any, **__: Any) -> Any:
+        raise BrokenProcessPool("a process was terminated abruptly")
+
+
+def test_a_run_fails_if_an_idle_process_of_its_pool_was_killed(tmp_path: Path) -> None:
+    (variant,) = variants(load(None), tmp_path)
+    outcome = Outcome(variant, 1)
+    pool = _Pool(BrokenExecutor(), size=1)
+
+    future = pool.submit(partial(int, 1))
+    _finish(outcome, future, is_stopping=False)
+
+    assert outcome.state == "failed"
+    assert outcome.problem == KILLED.problem
+
+
 def test_of_two_comparisons_in_one_folder_the_second_names_the_process_of_the_first(
     tmp_path: Path,
 ) -> None:
