@@ -530,7 +530,7 @@ def test_impossible_sums_are_refused(place: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_facts_of_images_have_the_fields_of_earlier_releases_only() -> None:
-    """A site with an earlier release refuses facts with further fields."""
+    """Sites with an earlier release know no other fields."""
     facts = Facts(classes=("a", "b"), shape=(1, 8, 8), mean=(0.5,), std=(0.5,))
 
     assert list(facts.plain()) == ["classes", "shape", "mean", "std", "public"]

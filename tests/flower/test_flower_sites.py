@@ -545,7 +545,7 @@ def test_requests_and_answers_survive_the_wire() -> None:
 
 @needs_flower
 def test_malformed_messages_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A header is a record of its own, or, if it is large, at the front of the arrays."""
+    """The groups of a small payload are in the header, those of a large one are arrays."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
     small = answer_content(SiteReply(0, 1, 0, Payload(a=1)))

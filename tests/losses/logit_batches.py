@@ -16,6 +16,10 @@ class Batch:
     teacher: Tensor
     labels: Tensor
 
+    def __getitem__(self, index: int | slice) -> Batch:
+        """The batch of a client in a stack, or some examples of a batch."""
+        return Batch(self.student[index], self.teacher[index], self.labels[index])
+
 
 def random_batch(
     *shape: int,
@@ -28,8 +32,7 @@ def random_batch(
     labels.
     """
     generator = torch.Generator().manual_seed(seed)
-    return Batch(
-        student=(scale * torch.randn(*shape, classes, generator=generator)).to(dtype),
-        teacher=(scale * torch.randn(*shape, classes, generator=generator)).to(dtype),
-        labels=torch.randint(classes, shape, generator=generator),
-    )
+    student = scale * torch.randn(*shape, classes, generator=generator)
+    teacher = scale * torch.randn(*shape, classes, generator=generator)
+    labels = torch.randint(classes, shape, generator=generator)
+    return Batch(student.to(dtype), teacher.to(dtype), labels)

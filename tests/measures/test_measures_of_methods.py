@@ -207,7 +207,7 @@ def test_pictures_of_the_end_are_of_the_last_stage_that_sends_models(
 
 
 def test_a_picture_of_the_end_is_refused_if_models_are_sent_only_earlier() -> None:
-    """In round 1, the fit before it sends models."""
+    """A run of one round is accepted, because the fit in this round sends models."""
     two_rounds = toys.toy(
         "toy_logits",
         data={"public": toys.PUBLIC},

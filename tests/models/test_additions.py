@@ -88,7 +88,7 @@ def test_a_network_without_a_bias_has_none_in_its_second_head() -> None:
 
 
 def test_a_run_can_start_from_a_file_of_the_plain_network(tmp_path: Path) -> None:
-    """The added entries are those of a network with the file's seed, zeros."""
+    """The added entries are zeros, as in a new network."""
     plain_file = str(tmp_path / "plain.safetensors")
     extended_file = str(tmp_path / "both.safetensors")
     extended_params = params_with_additions(BOTH)
