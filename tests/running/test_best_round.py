@@ -201,7 +201,7 @@ def test_a_resume_of_a_stopped_run_changes_nothing_and_logs_the_reason(
         ({"stop": {"patience": 3}}, 3),
     ],
 )
-def test_a_run_stops_where_its_table_says(
+def test_a_run_stops_in_the_round_that_its_table_determines(
     changes: dict[str, Any], last: int, tmp_path: Path
 ) -> None:
     result = run(toys.toy(plan=HELD_OUT, **changes), tmp_path / "run", toys.blobs())

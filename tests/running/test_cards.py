@@ -133,7 +133,7 @@ def test_no_server_chooses_the_device_of_its_sites() -> None:
     assert resolve(toys.toy("fedavg", device="cpu", **deployed)).device == "cpu"
 
 
-def test_auto_chooses_the_processor_for_what_needs_its_memory(
+def test_auto_chooses_the_processor_for_partly_trained_networks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -138,7 +138,7 @@ def test_ctrl_c_while_a_comparison_starts_is_one_line(moment: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_run_whose_process_is_killed_is_named_and_the_same_command_goes_on(
+def test_a_run_whose_process_is_killed_is_named_and_the_others_are_counted(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "long.toml").write_text(CONFIG)

@@ -1,4 +1,4 @@
-"""The table of what a run must have: when a row applies, which comes first, and who checks it."""
+"""The table of rules for runs: when a rule applies, the order of rules, and the rules of a site."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_rows_of_a_package_that_is_absent_are_not_checked(monkeypatch: pytest.Mo
     assert len(list(all_rules())) < count
 
 
-def test_a_site_checks_for_itself_what_protects_it() -> None:
+def test_a_site_checks_the_rules_that_protect_it() -> None:
     run = ready()
     check_at_site(resolve(toys.toy("feddf")), run.world, run.sites)
     hostile = resolve(toys.toy("fednova", privacy={"secure_sum": True}))

@@ -95,7 +95,7 @@ def test_a_tolerant_run_ends_if_it_misses_the_quorum(engine: str, tmp_path: Path
         ({"federation": "fed"}, {"failures": "stop"}, "stop"),
     ],
 )
-def test_a_simulation_stops_and_a_federation_tolerates_unless_the_config_says_otherwise(
+def test_a_simulation_stops_and_a_federation_tolerates_unless_the_config_sets_it(
     flower: dict[str, str], clients: dict[str, str], failures: str, tmp_path: Path
 ) -> None:
     settings = resolve(toys.toy(engine="flower", flower=flower, clients=clients, base=tmp_path))

@@ -170,7 +170,7 @@ def test_a_report_does_not_hide_the_pack(runs: Path, capsys: pytest.CaptureFixtu
     assert [path.name for path in runs.parent.iterdir() if path.name.startswith(".")] == []
 
 
-def test_nothing_is_unpacked_over_what_is_no_folder_of_runs(runs: Path) -> None:
+def test_nothing_is_unpacked_over_a_folder_without_runs(runs: Path) -> None:
     packed = packs.pack(runs)
     shutil.rmtree(runs)
     runs.mkdir()
@@ -190,7 +190,7 @@ def test_a_pack_with_other_runs_is_not_lost(runs: Path) -> None:
     assert packed.read_bytes() == packed_bytes
 
 
-def test_a_folder_that_is_packed_is_unpacked_to_go_on(runs: Path) -> None:
+def test_a_packed_folder_is_unpacked_if_its_runs_are_to_be_continued(runs: Path) -> None:
     packs.pack(runs)
     assert not packs.unpack_if_packed(runs)
     shutil.rmtree(runs)
@@ -234,7 +234,7 @@ def test_a_folder_survives_an_interrupt_while_it_is_replaced(
     assert len(find([packs.unpack(packed)])) == 2
 
 
-def test_a_half_read_pack_is_seen_by_nobody(runs: Path) -> None:
+def test_a_partly_unpacked_folder_is_not_found(runs: Path) -> None:
     shutil.copytree(runs, runs.parent / f".{runs.name}.killed" / "runs")
     assert len(find([runs.parent])) == 2
 

@@ -138,7 +138,7 @@ def test_numbers_by_epoch_are_those_of_the_journal(runs: Path) -> None:
 
 
 def look_of(measure: str, **fields: Any) -> Look:
-    """What a measure recorded with these fields, in a run of three classes."""
+    """The look of a measure with these fields, in a run of three classes."""
     event = {"event": "measure", "measure": measure, "round": 2, "stage": 1, **fields}
     (look,) = RunNumbers.of([event], classes=3).looks(measure)
     return look

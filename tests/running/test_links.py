@@ -43,7 +43,7 @@ def assert_untouched(home: Path) -> None:
 
 @pytest.fixture
 def strange(stopped_copy: StoppedCopy) -> Path:
-    """The directory of a run that goes on."""
+    """The directory of a run that can be resumed."""
     return stopped_copy("parallel")
 
 

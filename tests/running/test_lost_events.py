@@ -82,7 +82,9 @@ def test_the_checkpoint_reveals_the_loss_of_an_event_that_is_not_counted(
             read(copied)
 
 
-def test_the_commands_say_what_to_do(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_advise_to_overwrite_the_run(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lose(copied, "round", 2)
     for command in ("resume", "report"):
         assert call([command, str(copied)]) == 1

@@ -138,7 +138,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).directory
 
 
-def test_the_server_model_that_nobody_trained_says_nothing(finished: Path) -> None:
+def test_a_server_model_that_no_client_trained_has_no_accuracy(finished: Path) -> None:
     rounds = [e for e in read_journal(finished / "journal.jsonl") if e["event"] == "round"]
     assert len(rounds) == 3
     for event in rounds:

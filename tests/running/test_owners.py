@@ -91,7 +91,7 @@ def test_a_domain_that_is_only_tested_is_named() -> None:
 
 
 @pytest.mark.parametrize("take", ["random", "last"])
-def test_a_share_of_each_clients_rows_is_its_test_and_trains_nobody(take: str) -> None:
+def test_a_share_of_each_clients_rows_is_its_test_and_not_trained_on(take: str) -> None:
     run = ready({"own_test": 0.2, "own_test_take": take}, seed=1)
     with_another_seed = ready({"own_test": 0.2, "own_test_take": take}, seed=2)
     for client, size in enumerate(TRAIN_SIZES):

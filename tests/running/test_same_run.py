@@ -83,11 +83,11 @@ def test_runs_of_several_seeds_share_the_run_that_they_start_from() -> None:
         assert common_settings == {"start_from": "base", "sources.mine.py": "abc"}
 
 
-def test_settings_of_toys_have_no_code_but_what_came_from_python() -> None:
+def test_settings_without_files_of_code_have_no_digests() -> None:
     assert code_digests(resolve(toys.toy("fedavg"))) == {}
 
 
-def test_the_file_of_a_stream_is_noted(tmp_path: Path) -> None:
+def test_the_file_of_a_stream_has_a_digest(tmp_path: Path) -> None:
     file = tmp_path / "seasons.py"
     file.write_text("def seasons(labels, tasks, classes): ...\n")
     stream = {"kind": f"{file}:seasons", "tasks": 3}

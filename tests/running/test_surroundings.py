@@ -1,5 +1,5 @@
-"""A run neither depends on the process that calls it nor changes it: the same bits in every
-surrounding, and the surrounding's own settings afterwards.
+"""A run neither depends on the settings of the process that calls it nor changes them: it has the
+same bits with any settings, and restores them at its end.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _put_back() -> Iterator[None]:
 
 
 def settings() -> dict[str, Any]:
-    """What a run must leave alone, as far as it can be read."""
+    """The settings of this process that a run must not change."""
     small = torch.tensor(1e-40, dtype=torch.float32, device="cpu")
     products = {}
     if hasattr(torch.backends, "fp32_precision"):
@@ -330,7 +330,7 @@ def test_a_run_that_is_resumed_within_a_round_has_its_own_number_of_threads(
     assert NotesThreads.noted == {(part, 3) for part in {"terms", *SERVER_PARTS} - {"begin_round"}}
 
 
-def test_blocks_nest_and_the_last_one_puts_back_what_was_found() -> None:
+def test_blocks_nest_and_the_outermost_one_restores_the_settings() -> None:
     undone: list[str] = []
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(3)
@@ -403,7 +403,7 @@ def test_threads_that_test_shards_end_with_the_block() -> None:
     assert not used & {thread.name for thread in threading.enumerate()}
 
 
-def test_what_a_run_on_a_card_sets_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_a_run_on_a_card_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     def switches() -> list[Any]:
         backends = torch.backends
         return [

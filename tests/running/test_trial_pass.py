@@ -1,4 +1,4 @@
-"""What two examples tell of a user's network before anything is trained."""
+"""Checks of a user's network on two examples before training."""
 
 from __future__ import annotations
 

@@ -227,7 +227,9 @@ def test_a_strangers_model_file_runs_no_code(tmp_path: Path, state: Path) -> Non
         read_model(path)
 
 
-def test_only_the_user_can_read_and_write_what_they_trust(own_run: Path, state: Path) -> None:
+def test_only_the_user_can_read_and_write_the_file_of_trusted_code(
+    own_run: Path, state: Path
+) -> None:
     trusted = state / user_modules.TRUSTED
     assert stat.S_IMODE(trusted.stat().st_mode) == 0o600
     assert digest((own_run / "config.toml").read_bytes()) in trusted.read_text().split()

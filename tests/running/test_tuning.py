@@ -1,4 +1,4 @@
-"""A search for good values is a function of its seed, goes on where it stopped, and says what to
+"""A search for good values is determined by its seed, can be resumed, and advises the seeds to
 report.
 """
 
@@ -126,7 +126,7 @@ def test_a_stopped_search_is_resumed_with_the_same_trials(tmp_path: Path) -> Non
         assert list(trial.values) == ["method.beta", "plan.epochs", "model"]
 
 
-def test_it_goes_on_when_failed_trials_succeed(tmp_path: Path) -> None:
+def test_a_search_is_continued_if_failed_trials_succeed(tmp_path: Path) -> None:
     """As after a repeat with more memory: the folders of the trials hold runs with their values."""
     failing = search(tmp_path, 14)
     assert any(t.problem for t in failing.trials)

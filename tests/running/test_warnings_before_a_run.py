@@ -1,5 +1,5 @@
-"""What data cannot show is said before a run: one class, classes without training or test examples,
-no tests.
+"""Errors and warnings about data before a run: one class, classes without training or test
+examples, and no test examples.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_classes_without_any_example_are_named_and_that_labels_count_from_0() ->
     assert "4 classes" in skipped
 
 
-def test_classes_that_are_alike_but_for_blanks_and_capitals_are_named() -> None:
+def test_classes_that_differ_only_in_blanks_and_capitals_are_named() -> None:
     classes = [0, 1, 2, 3]
     first, second = _warnings(_data(classes, classes, names=("yes", " yes", "no", "No ")))
     assert "'yes' and ' yes'" in first
@@ -163,7 +163,7 @@ def test_what_an_own_file_imports_is_not_proposed(tmp_path: Path) -> None:
     assert "Method" not in str(caught.value)
 
 
-def test_seeds_that_are_none_are_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_faulty_seeds_are_an_error_of_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["compare", "--methods", "fedavg", "--seeds", "1..3"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--seeds" in line

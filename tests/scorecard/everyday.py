@@ -131,7 +131,7 @@ def examples(trials: int) -> Trials:
 
 
 def _failed_examples(tests: Sequence[doctest.DocTest]) -> str:
-    """What doctest prints about the examples that fail; empty if none fails."""
+    """The output of doctest for the examples that fail; empty if none fails."""
     output: list[str] = []
     runner = doctest.DocTestRunner(verbose=False)
     failures = 0
