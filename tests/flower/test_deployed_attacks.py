@@ -27,10 +27,10 @@ from fedstill.flower.deployment.programs import descendants
 from fedstill.flower.messages import public_reason
 from flowers import needs_flower
 from gate_requests import instruction, reply, tree_of
+from journals import journal_events, refusals
 from processes import (
     Deployment,
     beside_us,
-    events,
     experiment,
     fedstill_,
     fedstill_command,
@@ -75,11 +75,11 @@ def asked(
     trust = ssl.create_default_context(cafile=str(three.federation.client(0) / "ca.crt"))
     connection = http.client.HTTPSConnection(host, int(port), context=trust, timeout=60)
     connection.putrequest(method, path, skip_host="host" in headers)
-    given = {
+    all_headers = {
         "content_type": "application/protobuf",
         "content_length": str(len(body or b"")),
     } | headers
-    for name, value in given.items():
+    for name, value in all_headers.items():
         if value:
             connection.putheader(name.replace("_", "-"), value)
     with contextlib.closing(connection):
@@ -142,37 +142,39 @@ STRANGERS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("what", STRANGERS)
-def test_a_stranger_with_the_certificate_gets_nothing(what: str, three: Deployment) -> None:
-    method, path, headers, status, line = STRANGERS[what]
-    got, text = asked(three, method, path, None if "content_length" in headers else b"", **headers)
-    print(f"\n{what}: {got} {text.strip()}")
-    assert got == status
+@pytest.mark.parametrize("case", STRANGERS)
+def test_a_stranger_with_the_certificate_gets_nothing(case: str, three: Deployment) -> None:
+    method, path, headers, status, line = STRANGERS[case]
+    answer_status, text = asked(
+        three, method, path, None if "content_length" in headers else b"", **headers
+    )
+    print(f"\n{case}: {answer_status} {text.strip()}")
+    assert answer_status == status
     assert line in text
 
 
 @contextlib.contextmanager
 def flooded(address: str, connections: int) -> Iterator[list[socket.socket]]:
-    """Strangers that hold so many connections without a word, and open new ones all the time."""
+    """Strangers that hold so many idle connections, and open new ones all the time."""
     host, _, port = address.rpartition(":")
-    held: list[socket.socket] = []
+    open_connections: list[socket.socket] = []
     is_over = threading.Event()
 
     def flood() -> None:
         while not is_over.is_set():
-            held.append(socket.create_connection((host, int(port)), 30))
-            if len(held) > connections:
-                held.pop(0).close()
+            open_connections.append(socket.create_connection((host, int(port)), 30))
+            if len(open_connections) > connections:
+                open_connections.pop(0).close()
                 is_over.wait(0.01)
 
     thread = threading.Thread(target=flood)
     thread.start()
     try:
-        yield held
+        yield open_connections
     finally:
         is_over.set()
         thread.join()
-        for connection in held:
+        for connection in open_connections:
             connection.close()
 
 
@@ -182,15 +184,14 @@ def test_a_run_goes_on_while_strangers_hold_all_connections_that_they_get(
     """More than the server grants to one address, which is that of the sites here, too."""
     count = superlink.MAX_CONNECTIONS // 2 + 200
     began = time.monotonic()
-    with flooded(three.federation.address, count) as held:
-        three.until(lambda: len(held) >= count, "the strangers to have their connections")
-        done = over(three, experiment("fedavg", "parallel"), tmp_path / "run")
-        assert len(held) >= count
+    with flooded(three.federation.address, count) as connections:
+        three.until(lambda: len(connections) >= count, "the strangers to have their connections")
+        process = over(three, experiment("fedavg", "parallel"), tmp_path / "run")
+        assert len(connections) >= count
     print(f"\n{count} idle connections: two rounds in {time.monotonic() - began:.0f} s")
-    assert done.returncode == 0, done.stderr
-    clients = [e for e in events(tmp_path / "run") if e["event"] == "client"]
-    assert len(clients) == 6
-    assert not any("refused" in e for e in clients)
+    assert process.returncode == 0, process.stderr
+    assert len(journal_events(tmp_path / "run", event="client")) == 6
+    assert not refusals(tmp_path / "run")
 
 
 def test_a_plain_text_request_gets_nothing(three: Deployment) -> None:
@@ -201,7 +202,7 @@ def test_a_plain_text_request_gets_nothing(three: Deployment) -> None:
             connection.getresponse()
 
 
-def signed(key: Path, when: str) -> dict[str, str]:
+def signed(key: Path, timestamp: str) -> dict[str, str]:
     """The headers of a request that a site signs with its private key."""
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
@@ -209,26 +210,27 @@ def signed(key: Path, when: str) -> dict[str, str]:
 
     private = load_ssh_private_key(key.read_bytes(), None)
     assert isinstance(private, ec.EllipticCurvePrivateKey)
-    signature = sign_message(private, when.encode())
+    signature = sign_message(private, timestamp.encode())
     return {
         "flwr_public_key": base64.b64encode(public_key_to_bytes(private.public_key())).decode(),
-        "flwr_timestamp": when,
+        "flwr_timestamp": timestamp,
         "flwr_signature": base64.b64encode(signature).decode(),
     }
 
 
-def pulling(three: Deployment, key: Path, node: int, when: str = "") -> tuple[int, str]:
+def pulling(three: Deployment, key: Path, node: int, timestamp: str = "") -> tuple[int, str]:
     """What comes of asking for a node's messages with a key."""
     from flwr.proto.fleet_pb2 import PullMessagesRequest
     from flwr.proto.node_pb2 import Node
     from flwr.supercore.date import now
 
     body = PullMessagesRequest(node=Node(node_id=node)).SerializeToString()
-    headers = signed(key, when or now().isoformat())
+    headers = signed(key, timestamp or now().isoformat())
     return asked(three, "POST", "/v1/fleet/pull-messages", body, **headers)
 
 
 def node_of(three: Deployment, client: int) -> int:
+    """The node of a client."""
     nodes = Control.of(three.federation).nodes()
     return next(node for node, (name, _) in nodes.items() if name == f"client{client}")
 
@@ -238,15 +240,16 @@ def test_a_sites_key_opens_its_own_messages_only_and_a_request_once(
 ) -> None:
     from flwr.supercore.date import now
 
-    own, other = (three.federation.client(c) / "client.key" for c in (0, 1))
-    node, when = node_of(three, 0), now().isoformat()
-    assert pulling(three, own, node, when)[0] == 200
-    again = pulling(three, own, node, when)
+    site_key, other_key = (three.federation.client(c) / "client.key" for c in (0, 1))
+    node = node_of(three, 0)
+    timestamp = now().isoformat()
+    assert pulling(three, site_key, node, timestamp)[0] == 200
+    again = pulling(three, site_key, node, timestamp)
     assert again == (401, "fedstill: this request was already sent\n")
-    assert pulling(three, other, node)[0] == 403, "client 1's key, client 0's node"
+    assert pulling(three, other_key, node)[0] == 403, "client 1's key, client 0's node"
     certificates.make_client(tmp_path / "unknown.key")
     assert pulling(three, tmp_path / "unknown.key", node)[0] == 401
-    assert pulling(three, own, node, "2020-01-01T00:00:00+00:00")[0] == 401
+    assert pulling(three, site_key, node, "2020-01-01T00:00:00+00:00")[0] == 401
     print(f"\nreplayed: {again[1].strip()}")
 
 
@@ -256,13 +259,14 @@ def test_a_sites_key_sends_no_instruction_and_no_answer_of_another(three: Deploy
     from flwr.supercore.date import now
 
     key = three.federation.client(0) / "client.key"
-    node, victim = node_of(three, 0), node_of(three, 1)
+    node = node_of(three, 0)
+    victim = node_of(three, 1)
     forged = {
         "an instruction of the server": instruction("x", victim),
         "another site's answer": reply("x", victim, to="y"),
         "an answer to nothing": reply("x", node, to="y"),
     }
-    for what, message in forged.items():
+    for forgery, message in forged.items():
         body = PushMessagesRequest(
             node=Node(node_id=node),
             messages_list=[message],
@@ -270,7 +274,7 @@ def test_a_sites_key_sends_no_instruction_and_no_answer_of_another(three: Deploy
         ).SerializeToString()
         path = "/v1/fleet/push-messages"
         status, text = asked(three, "POST", path, body, **signed(key, now().isoformat()))
-        print(f"\n{what}: {status} {text.strip()}")
+        print(f"\n{forgery}: {status} {text.strip()}")
         assert status == 403
 
 
@@ -291,7 +295,8 @@ def test_a_site_listens_on_no_port(three: Deployment) -> None:
 def test_a_foreign_app_through_the_operators_own_door_does_not_run(
     three: Deployment, tmp_path: Path
 ) -> None:
-    control, marker = Control.of(three.federation), tmp_path / "it-ran"
+    control = Control.of(three.federation)
+    marker = tmp_path / "it-ran"
     run = control.start(foreign(tmp_path / "foreign", marker), {})
     three.until(lambda: control.ended(run) is not None, "the run to end")
     print(f"\nthe operator's foreign app: {control.ended(run)}")
@@ -335,10 +340,10 @@ def hostile(place: Path, client: Path) -> Iterator[tuple[Control, folder.Federat
             yield control, federation
 
 
-def until(true: Callable[[], Any], what: str, seconds: float = 600.0) -> None:
+def until(true: Callable[[], Any], event: str, seconds: float = 600.0) -> None:
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, f"waited {seconds:g} s for {what}"
+        assert time.monotonic() < end, f"waited {seconds:g} s for {event}"
         time.sleep(0.5)
 
 
@@ -380,10 +385,10 @@ def test_a_site_does_nothing_for_a_hostile_server_without_the_signing_key(tmp_pa
         ):
             run = control.start(app, {})
             until(lambda: control.ended(run) is not None, "the hostile run to end")
-    said = (tmp_path / "said").read_text()
-    print("\n" + said)
+    answers = (tmp_path / "said").read_text()
+    print("\n" + answers)
     assert (tmp_path / "server-ran-it").exists(), "the hostile server ran its own half"
-    assert said.count(public_reason("signature")) == 3
+    assert answers.count(public_reason("signature")) == 3
     assert not (tmp_path / "site-ran-it").exists()
     assert "refused or failed" in (tmp_path / "site.log").read_text()
 
@@ -391,45 +396,40 @@ def test_a_site_does_nothing_for_a_hostile_server_without_the_signing_key(tmp_pa
 def test_a_site_that_poses_as_another_is_known_by_its_key(
     three: Deployment, tmp_path: Path
 ) -> None:
-    """Client 1 says that it is client 0. It is asked as client 1, refuses, and the round goes on
-    with the others.
+    """Client 1 claims to be client 0. It is asked as client 1 and refuses; the round continues with
+    the other clients.
     """
     site = three.federation.client(1) / "site.toml"
-    before = site.read_text()
-    site.write_text(before.replace("client = 1", "client = 0"))
+    original_text = site.read_text()
+    site.write_text(original_text.replace("client = 1", "client = 0"))
     try:
-        done = over(three, experiment("fedavg", "parallel", rounds=1), tmp_path / "run")
+        process = over(three, experiment("fedavg", "parallel", rounds=1), tmp_path / "run")
     finally:
-        site.write_text(before)
-    assert done.returncode == 0, done.stderr
-    acted = {
-        e["client"]: e.get("refused", "")
-        for e in events(tmp_path / "run")
-        if e["event"] == "client"
-    }
-    print(f"\n{acted}")
-    assert acted[0] == acted[2] == ""
-    assert acted[1] == f"failed: {public_reason('request')}"
+        site.write_text(original_text)
+    assert process.returncode == 0, process.stderr
+    clients = journal_events(tmp_path / "run", event="client")
+    reasons = {event["client"]: event.get("refused", "") for event in clients}
+    print(f"\n{reasons}")
+    assert reasons == {0: "", 1: f"failed: {public_reason('request')}", 2: ""}
 
 
 def test_a_revoked_key_opens_nothing_from_then_on(three: Deployment, tmp_path: Path) -> None:
-    place, listed = (
-        str(three.federation.folder),
-        three.federation.server / "allowed" / "client2.pub",
-    )
-    text, node = listed.read_bytes(), node_of(three, 2)
+    place = str(three.federation.folder)
+    listed = three.federation.server / "allowed" / "client2.pub"
+    text = listed.read_bytes()
+    node = node_of(three, 2)
     key = tmp_path / "client.key"
     key.write_bytes((three.federation.client(2) / "client.key").read_bytes())
     assert pulling(three, key, node)[0] == 200
     listed.unlink()
-    done = fedstill_("deploy", "admit", place)
-    print("\n" + done.stdout.strip())
-    assert "client2" in done.stdout
+    process = fedstill_("deploy", "admit", place)
+    print("\n" + process.stdout.strip())
+    assert "client2" in process.stdout
     assert pulling(three, key, node)[0] == 401
     listed.write_bytes(text)
     again = fedstill_("deploy", "admit", place)
     assert f"fedstill deploy key {place} 2" in again.stderr
-    assert "client2 may connect" in fedstill_("deploy", "key", place, "2").stdout
+    assert "client2 can connect from now on" in fedstill_("deploy", "key", place, "2").stdout
     assert pulling(three, key, node)[0] == 401
     three.kill("client2")
     three.client(2)

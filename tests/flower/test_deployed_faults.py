@@ -1,5 +1,5 @@
-"""Over real processes: clients and servers that are killed, raise, are slow, or send what they must
-not. Slow.
+"""Over real processes: clients and servers that are killed, raise errors, are slow, or send what is
+forbidden. Slow.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 from fedstill.flower.deployment.programs import descendants
 from fedstill.flower.messages import public_reason
 from flowers import needs_flower
+from journals import refusals
 from processes import (
     Deployment,
     events,
@@ -29,10 +30,15 @@ from processes import (
 pytestmark = [pytest.mark.slow, needs_flower]
 
 FORKS = "multiprocessing.forkserver"
-"""What the process runs from which a task's process is forked."""
+"""The module of the process from which processes of tasks are forked."""
 
 STAGE_SECONDS = 150.0
-"""The deadline of a stage that one client is to miss: much more than the others need."""
+"""The deadline of a stage that one client is to miss: much more than the other clients need."""
+
+
+def round_1_has_ended(folder: Path) -> bool:
+    """Whether the journal of a run has an event of a round."""
+    return any(event["event"] == "round" for event in events(folder))
 
 
 def test_a_killed_client_and_a_node_that_restarts_cost_nothing(
@@ -41,13 +47,13 @@ def test_a_killed_client_and_a_node_that_restarts_cost_nothing(
     """In round 1 the process that trains for client 0 is killed; in round 2 all of client 1, which
     starts again.
     """
-    what = experiment("scaffold", "parallel", plan={"epochs": 40})
-    serial = serial_of(what, tmp_path / "serial")
-    starting(three, what, tmp_path / "run", deadline=900.0, retries=3)
+    trial = experiment("scaffold", "parallel", plan={"epochs": 40})
+    serial = serial_of(trial, tmp_path / "serial")
+    starting(three, trial, tmp_path / "run", deadline=900.0, retries=3)
     three.until(lambda: works(three, "client0"), "client 0 to train")
     os.kill(works(three, "client0")[0], signal.SIGKILL)
     killed = time.monotonic()
-    three.until(lambda: any(e["event"] == "round" for e in events(tmp_path / "run")), "round 1")
+    three.until(lambda: round_1_has_ended(tmp_path / "run"), "round 1")
     print(f"\na client's process killed: its round ended {time.monotonic() - killed:.0f} s later")
     three.until(lambda: works(three, "client1"), "client 1 to train")
     three.kill("client1")
@@ -67,21 +73,25 @@ def test_in_a_chain_what_trains_and_what_it_is_forked_from_are_killed(
     """In round 1 the first process that trains; in round 2, while one trains, all that others would
     be forked from.
     """
-    what = experiment("toys:Chain", "sequential", plan={"epochs": 40})
-    serial = serial_of(what, tmp_path / "serial")
-    starting(three, what, tmp_path / "run", deadline=900.0, retries=3)
-    sites = [f"client{c}" for c in range(three.federation.clients)]
-    three.until(lambda: any(works(three, site) for site in sites), "a client to train")
-    os.kill(next(works(three, site)[0] for site in sites if works(three, site)), signal.SIGKILL)
-    three.until(lambda: any(e["event"] == "round" for e in events(tmp_path / "run")), "round 1")
-    three.until(lambda: any(works(three, site) for site in sites), "a client to train again")
-    warm = [pid for site in sites for pid in forking(three, site)]
-    for pid in warm:
+    trial = experiment("toys:Chain", "sequential", plan={"epochs": 40})
+    serial = serial_of(trial, tmp_path / "serial")
+    starting(three, trial, tmp_path / "run", deadline=900.0, retries=3)
+    sites = [f"client{client}" for client in range(three.federation.clients)]
+
+    def working() -> list[int]:
+        return [pid for site in sites for pid in works(three, site)]
+
+    three.until(working, "a client to train")
+    os.kill(working()[0], signal.SIGKILL)
+    three.until(lambda: round_1_has_ended(tmp_path / "run"), "round 1")
+    three.until(working, "a client to train again")
+    fork_servers = [pid for site in sites for pid in forking(three, site)]
+    for pid in fork_servers:
         os.kill(pid, signal.SIGKILL)
     three.finish("run")
     print(
-        f"\na chain: one that trained was killed, and the {len(warm)} it would be forked from; "
-        "same bits"
+        f"\na chain: a training process was killed, and {len(fork_servers)} processes from which "
+        "others are forked; same bits"
     )
     same_bits(tmp_path / "run", serial)
 
@@ -102,12 +112,12 @@ def _forks(deployment: Deployment, name: str) -> dict[int, bool]:
     """
     import psutil
 
-    there = {}
+    parents = {}
     for below in descendants(deployment.processes[name].pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             if FORKS in " ".join(below.cmdline()) and below.status() != psutil.STATUS_ZOMBIE:
-                there[below.pid] = below.ppid()
-    return {pid: parent in there for pid, parent in there.items()}
+                parents[below.pid] = below.ppid()
+    return {pid: parent in parents for pid, parent in parents.items()}
 
 
 def test_clients_that_raise_are_slow_or_send_what_they_must_not_are_named_and_used_again(
@@ -117,21 +127,18 @@ def test_clients_that_raise_are_slow_or_send_what_they_must_not_are_named_and_us
     Round 3: all is well.
     """
     gate = tmp_path / "gate"
-    what = experiment(
+    trial = experiment(
         "toys:Troubled", "parallel", rounds=3, method={"name": "toys:Troubled", "gate": str(gate)}
     )
-    starting(three, what, tmp_path / "run", deadline=STAGE_SECONDS, max_mb=1)
-    three.until(lambda: any(e["event"] == "round" for e in events(tmp_path / "run")), "round 1")
+    starting(three, trial, tmp_path / "run", deadline=STAGE_SECONDS, max_mb=1)
+    three.until(lambda: round_1_has_ended(tmp_path / "run"), "round 1")
     gate.touch()
     three.finish("run")
     refused = {
-        (e["round"], e["client"]): e["refused"]
-        for e in events(tmp_path / "run")
-        if {"client", "refused"} <= set(e)
+        (event["round"], event["client"]): event["refused"] for event in refusals(tmp_path / "run")
     }
-    print(
-        "\n" + "\n".join(f"round {r}, client {c}: {why}" for (r, c), why in sorted(refused.items()))
-    )
+    for (round_index, client), reason in sorted(refused.items()):
+        print(f"\nround {round_index}, client {client}: {reason}")
     assert sorted(refused) == [(1, 1), (1, 2), (2, 1), (2, 2)]
     assert refused[1, 1] == f"failed: {public_reason('work')}"
     assert (
@@ -145,17 +152,15 @@ def test_clients_that_raise_are_slow_or_send_what_they_must_not_are_named_and_us
 def test_a_killed_server_is_resumed_to_the_bits_of_the_uninterrupted_run(
     three: Deployment, tmp_path: Path
 ) -> None:
-    what = experiment("scaffold", "parallel", plan={"epochs": 2})
-    serial = serial_of(what, tmp_path / "serial")
-    starting(three, what, tmp_path / "run")
-    three.until(
-        lambda: any(e["event"] == "round" for e in events(tmp_path / "run")), "the first round"
-    )
+    trial = experiment("scaffold", "parallel", plan={"epochs": 2})
+    serial = serial_of(trial, tmp_path / "serial")
+    starting(three, trial, tmp_path / "run")
+    three.until(lambda: round_1_has_ended(tmp_path / "run"), "the first round")
     three.kill("server")
     three.kill("run")
     three.server()
-    done = fedstill_("resume", str(tmp_path / "run"), "-q")
-    assert done.returncode == 0, done.stderr
+    process = fedstill_("resume", str(tmp_path / "run"), "-q")
+    assert process.returncode == 0, process.stderr
     same_bits(tmp_path / "run", serial)
     print("\nserver killed and resumed: same bits")
 
@@ -164,14 +169,14 @@ def test_a_configuration_that_no_site_has_accepted_stops_by_name(
     three: Deployment, tmp_path: Path
 ) -> None:
     sites = [three.federation.client(c) / "site.toml" for c in range(three.federation.clients)]
-    before = [site.read_text() for site in sites]
-    for site, text in zip(sites, before, strict=True):
+    original_texts = [site.read_text() for site in sites]
+    for site, text in zip(sites, original_texts, strict=True):
         site.write_text(text + f'accept = ["{"0" * 64}"]\n')
     try:
-        done = over(three, experiment("fedavg", "parallel"), tmp_path / "run")
+        process = over(three, experiment("fedavg", "parallel"), tmp_path / "run")
     finally:
-        for site, text in zip(sites, before, strict=True):
+        for site, text in zip(sites, original_texts, strict=True):
             site.write_text(text)
-    assert done.returncode == 1
-    assert public_reason("accept") in done.stderr, done.stderr
-    print("\n" + done.stderr.strip())
+    assert process.returncode == 1
+    assert public_reason("accept") in process.stderr, process.stderr
+    print("\n" + process.stderr.strip())

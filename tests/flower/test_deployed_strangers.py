@@ -1,9 +1,9 @@
-"""Over real processes: clients that a server must not let in, and servers that a client must not
+"""Over real processes: clients that a server must not admit, and servers that a client must not
 trust. Slow.
 
-Each is tried twice: with Flower's own SuperNode, which must not get in whatever fedstill says
-first, and with ``fedstill deploy client``, which must say in one line why. All begin at once, so
-that they wait together.
+Each is tried twice: with Flower's own SuperNode, which must stay outside even if no check of
+fedstill runs first, and with ``fedstill deploy client``, which must report the reason in one line.
+All start together, so that they wait at the same time.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from processes import (
 pytestmark = [pytest.mark.slow, needs_flower]
 
 SECONDS = 120
-"""How long a SuperNode is let try; it never gives up on a server whose certificate is not good."""
+"""The time after which a SuperNode is ended; it never gives up on a server with a bad
+certificate.
+"""
 
-SAYS = {
+REASONS = {
     "wrong CA": "is not signed by this client's ca.crt",
     "expired": "deploy renew DIR",
     "wrong host name": "is not valid for 127.0.0.1; on the server: fedstill deploy renew DIR "
@@ -46,34 +48,36 @@ SAYS = {
 
 
 @dataclass
-class Tried:
-    """What came of a stranger: its SuperNode's log, and the last line and status of
-    ``fedstill deploy client``.
-    """
+class Attempt:
+    """Both programs of a stranger; the logs ``node`` and ``ours`` are in ``folder``."""
 
     node: subprocess.Popen[bytes]
     ours: subprocess.Popen[bytes]
-    place: Path
+    folder: Path
 
 
 @pytest.fixture(scope="module")
-def tried(
+def attempts(
     three: Deployment, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Tried]]:
-    place, started = tmp_path_factory.mktemp("strangers"), dict[str, Tried]()
+) -> Iterator[dict[str, Attempt]]:
+    """The attempts of all strangers, which have started."""
+    place = tmp_path_factory.mktemp("strangers")
+    started: dict[str, Attempt] = {}
     with contextlib.ExitStack() as stack:
-        for what in SAYS:
-            here = place / what.replace(" ", "-")
-            member = stranger(what, three, here, stack)
-            insecure = what == "plain-text client"
-            command = ["timeout", str(SECONDS), *flowers_own(member, insecure)]
-            more = ["--insecure-for-testing"] if insecure else []
-            ours = fedstill_command("deploy", "client", str(member.folder), "--wait", "0", *more)
-            both = [
-                stack.enter_context(spoken(c, here / n))
-                for c, n in ((command, "node"), (ours, "ours"))
-            ]
-            started[what] = Tried(*both, here)
+        for case in REASONS:
+            folder_of_case = place / case.replace(" ", "-")
+            member = stranger(case, three, folder_of_case, stack)
+            insecure = case == "plain-text client"
+            node_command = ["timeout", str(SECONDS), *flowers_own(member, insecure)]
+            arguments = ["deploy", "client", str(member.folder), "--wait", "0"]
+            if insecure:
+                arguments.append("--insecure-for-testing")
+            client_command = fedstill_command(*arguments)
+            started[case] = Attempt(
+                node=stack.enter_context(logged(node_command, folder_of_case / "node")),
+                ours=stack.enter_context(logged(client_command, folder_of_case / "ours")),
+                folder=folder_of_case,
+            )
         yield started
 
 
@@ -93,79 +97,97 @@ def flowers_own(member: Membership, insecure: bool) -> list[str]:
 
 
 @contextlib.contextmanager
-def spoken(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def logged(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with its output in a file."""
+    environment = programs.environment(log.parent)
     with (
         log.open("wb") as file,
-        running(command, programs.environment(log.parent), stdout=file, stderr=file) as p,
+        running(command, environment, stdout=file, stderr=file) as process,
     ):
-        yield p
+        yield process
 
 
-def stranger(what: str, three: Deployment, here: Path, stack: contextlib.ExitStack) -> Membership:
+def stranger(case: str, three: Deployment, place: Path, stack: contextlib.ExitStack) -> Membership:
     """A client's folder that a federation did not make, or made for another server."""
     theirs = folder.membership(three.federation.client(0))
-    here.mkdir()
+    place.mkdir()
     for name in ("ca.crt", "client.key", "client.toml", "server.pub", "site.toml"):
-        (here / name).write_bytes((theirs.folder / name).read_bytes())
+        (place / name).write_bytes((theirs.folder / name).read_bytes())
     address = theirs.address
-    match what:
+    match case:
         case "wrong CA":
-            certificates.write_authority(here, certificates.make_authority("stranger"))
+            certificates.write_authority(place, certificates.make_authority("stranger"))
         case "unknown key":
-            certificates.make_client(here / "client.key")
+            certificates.make_client(place / "client.key")
         case "expired" | "wrong host name":
-            days, host = (-1, "127.0.0.1") if what == "expired" else (9, "elsewhere.example.org")
-            other = folder.init(
-                here / "fed", 1, ("127.0.0.1",), listen="127.0.0.1", port=free_port(), version="1.0"
+            days = 9
+            host = "elsewhere.example.org"
+            if case == "expired":
+                days = -1
+                host = "127.0.0.1"
+            other_federation = folder.init(
+                place / "fed",
+                1,
+                ("127.0.0.1",),
+                listen="127.0.0.1",
+                port=free_port(),
+                version="1.0",
             )
-            listening(other, days, host, stack)
-            (here / "ca.crt").write_bytes((other.server / "ca.crt").read_bytes())
-            address = other.address
-    text = (here / "client.toml").read_text()
-    (here / "client.toml").write_text(text.replace(theirs.address, address))
-    return folder.membership(here)
+            listening(other_federation, days, host, stack)
+            (place / "ca.crt").write_bytes((other_federation.server / "ca.crt").read_bytes())
+            address = other_federation.address
+    text = (place / "client.toml").read_text()
+    (place / "client.toml").write_text(text.replace(theirs.address, address))
+    return folder.membership(place)
 
 
-def listening(other: Federation, days: int, host: str, stack: contextlib.ExitStack) -> None:
-    """A server with a certificate for this host and so many days, started past fedstill's own look
-    at it.
-    """
-    command = programs.superlink(other, False)
-    write_link(other, insecure=False)
-    certificates.make_server(other.server, certificates.authority_of(other.folder), [host], days)
-    process = stack.enter_context(spoken(command, other.server / "log"))
-    wait_for_port(other, process)
-
-
-@pytest.mark.parametrize("what", SAYS)
-def test_a_stranger_gets_nowhere_and_is_told_why(
-    what: str, tried: dict[str, Tried], three: Deployment
+def listening(
+    other_federation: Federation, days: int, host: str, stack: contextlib.ExitStack
 ) -> None:
-    it = tried[what]
-    assert it.ours.wait(600) == 1
-    said = (it.place / "ours").read_text(errors="replace").strip().splitlines()[-1]
-    print(f"\n{what}: {said}")
-    assert said.startswith("fedstill: ")
-    assert SAYS[what] in said
-    # Flower chooses the exit status of its own node; only that the node stays outside matters.
-    it.node.wait(600)
-    assert "SuperNode ID" not in (it.place / "node").read_text(errors="replace"), (
-        "Flower says that when it is let in"
+    """Start a server with a certificate for this host and so many days, without fedstill's check of
+    certificates.
+    """
+    command = programs.superlink(other_federation, False)
+    write_link(other_federation, insecure=False)
+    certificates.make_server(
+        other_federation.server, certificates.authority_of(other_federation.folder), [host], days
     )
-    if what == "unknown key":
-        assert "this key is not listed" in three.log("server"), "the server says so, too"
+    process = stack.enter_context(logged(command, other_federation.server / "log"))
+    wait_for_port(other_federation, process)
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_a_stranger_gets_nowhere_and_learns_why(
+    case: str, attempts: dict[str, Attempt], three: Deployment
+) -> None:
+    """Flower logs the id of a SuperNode when it is admitted. It chooses the exit status of its own
+    node, which does not matter here.
+    """
+    attempt = attempts[case]
+
+    assert attempt.ours.wait(600) == 1
+    attempt.node.wait(600)
+
+    last_line = (attempt.folder / "ours").read_text(errors="replace").strip().splitlines()[-1]
+    print(f"\n{case}: {last_line}")
+    assert last_line.startswith("fedstill: ")
+    assert REASONS[case] in last_line
+    assert "SuperNode ID" not in (attempt.folder / "node").read_text(errors="replace")
+    if case == "unknown key":
+        assert "this key is not listed" in three.log("server")
 
 
 def test_without_certificates_nothing_starts(tmp_path: Path) -> None:
-    made = Deployment(tmp_path, 1)
-    (made.federation.server / "server.crt").unlink()
-    (made.federation.client(0) / "ca.crt").unlink()
+    federation = Deployment(tmp_path, 1).federation
+    (federation.server / "server.crt").unlink()
+    (federation.client(0) / "ca.crt").unlink()
+
     for arguments in (
-        ("server", str(made.federation.folder)),
-        ("client", str(made.federation.client(0))),
+        ("server", str(federation.folder)),
+        ("client", str(federation.client(0))),
     ):
-        done = fedstill_("deploy", *arguments)
-        assert done.returncode == 2
-        assert ".crt is missing" in done.stderr
-        assert len(done.stderr.splitlines()) == 1
-        print("\n" + done.stderr.strip())
+        process = fedstill_("deploy", *arguments)
+        print("\n" + process.stderr.strip())
+        assert process.returncode == 2
+        assert ".crt is missing" in process.stderr
+        assert len(process.stderr.splitlines()) == 1
