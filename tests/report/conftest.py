@@ -1,13 +1,11 @@
-"""Small runs to report on: two methods, two seeds, a client that fails, and a run that was stopped
-on its way.
-"""
+"""Small runs to report on: two methods, two seeds, and a client that fails."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
+from run_journals import editable_copy
 
 import toys
 from fedstill.running import runner
@@ -17,17 +15,16 @@ from fedstill.running import runner
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four finished runs: fedavg and a method with a failing client, seeds 7 and 8."""
     folder = tmp_path_factory.mktemp("runs")
+    failing_method = {"name": "toy_failing", "who": 1, "how": "nan"}
     for seed in (7, 8):
-        runner.run(toys.toy("fedavg", seed=seed), folder / f"avg{seed}", data=toys.blobs())
-        failing = toys.toy({"name": "toy_failing", "who": 1, "how": "nan"}, seed=seed)
+        averaging = toys.toy("fedavg", seed=seed)
+        runner.run(averaging, folder / f"avg{seed}", data=toys.blobs())
+        failing = toys.toy(failing_method, seed=seed)
         runner.run(failing, folder / "deeper" / f"failing{seed}", data=toys.blobs())
     return folder
 
 
 @pytest.fixture
 def some_runs(finished: Path, tmp_path: Path) -> Path:
-    """The same in a folder of one's own, without checkpoints, which would know what the journals
-    were.
-    """
-    kept = shutil.ignore_patterns("checkpoints")
-    return Path(shutil.copytree(finished, tmp_path / "runs", ignore=kept))
+    """A copy of the finished runs whose journals a test may edit."""
+    return editable_copy(finished, tmp_path / "runs")
