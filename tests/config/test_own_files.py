@@ -81,23 +81,24 @@ plan = {epochs = 1}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all tests: in one process a name can be registered by one file only."""
-    place = tmp_path_factory.mktemp("own")
-    for name, text in (
-        ("halfway.py", METHOD),
-        ("tiny.py", MODEL),
-        ("stripes.py", PARTITION),
-        ("run.toml", CONFIG),
-    ):
-        (place / name).write_text(text)
-    return place
+    """A folder with a method, a model, a partition and a config. All tests share it, since only one
+    file of a process can register a name.
+    """
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "halfway.py").write_text(METHOD)
+    (folder / "tiny.py").write_text(MODEL)
+    (folder / "stripes.py").write_text(PARTITION)
+    (folder / "run.toml").write_text(CONFIG)
+    return folder
 
 
-def go(folder: Path, out: Path, *overrides: str) -> Result:
+def result_of(folder: Path, out: Path, *overrides: str) -> Result:
+    """The result of a run of the folder's config."""
     return run(load(folder / "run.toml", overrides), out, data=toys.blobs())
 
 
 def problem(folder: Path, *overrides: str) -> str:
+    """The one line that refuses the folder's config with these overrides."""
     with pytest.raises(ConfigError) as caught:
         prepare(resolve(load(folder / "run.toml", overrides)), toys.blobs())
     assert "\n" not in str(caught.value)
@@ -105,7 +106,7 @@ def problem(folder: Path, *overrides: str) -> str:
 
 
 def test_files_beside_the_config_are_used(folder: Path, tmp_path: Path) -> None:
-    result = go(folder, tmp_path / "run", "method.share=1.0")
+    result = result_of(folder, tmp_path / "run", "method.share=1.0")
     assert result.model["layers.1.weight"].shape == (4, 16)
     tree = resolve(load(folder / "run.toml")).tree
     assert tree["method"] == {
@@ -118,9 +119,10 @@ def test_files_beside_the_config_are_used(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_resolved_config_finds_them_from_anywhere(folder: Path, tmp_path: Path) -> None:
-    go(folder, tmp_path / "run", "engine=pooled")
-    asked = load(folder / "run.toml", ("data.name=blobs", "engine=pooled"))
-    assert resolve(load(tmp_path / "run" / "config.toml")).tree == resolve(asked).tree
+    result_of(folder, tmp_path / "run", "engine=pooled")
+    original = resolve(load(folder / "run.toml", ("data.name=blobs", "engine=pooled")))
+    reloaded = resolve(load(tmp_path / "run" / "config.toml"))
+    assert reloaded.tree == original.tree
 
 
 def test_an_import_path_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,15 +179,15 @@ UNNAMED = {
 }
 
 
-@pytest.mark.parametrize("how", UNNAMED)
+@pytest.mark.parametrize("case", UNNAMED)
 def test_a_name_that_cannot_be_imported_at_all_is_named(
-    how: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "failing_on_import.py").write_text("raise ValueError('not today')")
     (folder / "exits.py").write_text("raise SystemExit(3)")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError):
-        resolve(load(folder / "run.toml").with_values({"method": UNNAMED[how]}, "test"))
+        resolve(load(folder / "run.toml").with_values({"method": UNNAMED[case]}, "test"))
 
 
 BROKEN = {
@@ -196,12 +198,12 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_file_that_cannot_be_imported_is_named_with_its_error(how: str, folder: Path) -> None:
-    text, words = BROKEN[how]
-    (folder / f"{how}.py").write_text(text)
-    with pytest.raises(ConfigError, match=rf"{how}\.py failed to import: .*{words}"):
-        resolve(load(folder / "run.toml", (f"method={how}.py",)))
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_cannot_be_imported_is_named_with_its_error(name: str, folder: Path) -> None:
+    text, error = BROKEN[name]
+    (folder / f"{name}.py").write_text(text)
+    with pytest.raises(ConfigError, match=rf"{name}\.py failed to import: .*{error}"):
+        resolve(load(folder / "run.toml", (f"method={name}.py",)))
 
 
 BAD_METHODS = {
@@ -217,16 +219,13 @@ BAD_METHODS = {
 }
 
 
-@pytest.mark.parametrize("how", BAD_METHODS)
-def test_a_method_whose_fields_make_no_sense_is_named(how: str, folder: Path) -> None:
-    body, words = BAD_METHODS[how]
-    lines = (
-        METHOD.split("    def aggregate")[0]
-        .replace("halfway", how)
-        .replace("from typing", "import numpy as np\nfrom typing")
-    )
-    (folder / f"{how}.py").write_text(lines + "    " + body + "\n")
-    assert re.search(words, problem(folder, f"method={how}.py"))
+@pytest.mark.parametrize("name", BAD_METHODS)
+def test_a_method_whose_fields_make_no_sense_is_named(name: str, folder: Path) -> None:
+    body, message = BAD_METHODS[name]
+    fields, _, _ = METHOD.replace("halfway", name).partition("    def aggregate")
+    with_numpy = fields.replace("from typing", "import numpy as np\nfrom typing")
+    (folder / f"{name}.py").write_text(f"{with_numpy}    {body}\n")
+    assert re.search(message, problem(folder, f"method={name}.py"))
 
 
 BAD_PARTITIONS = {
@@ -238,7 +237,7 @@ BAD_PARTITIONS = {
         "1 / 0",
         "partition dividing failed: ZeroDivisionError: division by zero (dividing.py, line ",
     ),
-    "few": ("[np.arange(9)]", "gave 1 parts for 3 clients"),
+    "few": ("[np.arange(9)]", "gave 1 part for 3 clients"),
     "empty": ("[np.arange(9), np.arange(0), np.arange(9)]", "client 1 gets no examples"),
     "outside": (
         "[np.arange(3), np.arange(3, 6), np.array([300])]",
@@ -284,24 +283,22 @@ BAD_PARTITIONS = {
 }
 
 
-@pytest.mark.parametrize("how", BAD_PARTITIONS)
-def test_a_partition_that_is_none_is_refused(how: str, folder: Path) -> None:
-    value, words = BAD_PARTITIONS[how]
-    text = PARTITION.replace("stripes", how)
-    text = text[: text.index("    return")] + f"    return {value}\n"
-    (folder / f"{how}.py").write_text(text)
-    assert words in problem(folder, f"partition={how}.py")
+@pytest.mark.parametrize("name", BAD_PARTITIONS)
+def test_a_function_that_returns_no_partition_is_refused(name: str, folder: Path) -> None:
+    value, message = BAD_PARTITIONS[name]
+    start, _, _ = PARTITION.replace("stripes", name).partition("    return")
+    (folder / f"{name}.py").write_text(f"{start}    return {value}\n")
+    assert message in problem(folder, f"partition={name}.py")
 
 
 def test_the_parameters_of_a_partition_have_the_names_that_it_is_given(folder: Path) -> None:
-    (folder / "named.py").write_text(
-        PARTITION.replace("stripes", "named").replace("labels, clients", "y, n_clients")
-    )
-    said = "partition named has parameters y, n_clients, width;"
-    assert said in problem(folder, "partition=named.py")
-    (folder / "any.py").write_text(
-        PARTITION.replace("stripes", "any").replace("labels, clients, width: int = 1", "**given")
-    )
+    other_names = PARTITION.replace("labels, clients", "y, n_clients")
+    (folder / "named.py").write_text(other_names.replace("stripes", "named"))
+    message = "partition named has parameters y, n_clients, width;"
+    assert message in problem(folder, "partition=named.py")
+
+    all_names = PARTITION.replace("labels, clients, width: int = 1", "**given")
+    (folder / "any.py").write_text(all_names.replace("stripes", "any"))
     assert "partition any failed: NameError" in problem(folder, "partition=any.py"), (
         "one that takes all is called"
     )
@@ -315,27 +312,30 @@ BAD_MODELS = {
 }
 
 
-@pytest.mark.parametrize("how", BAD_MODELS)
-def test_a_model_that_does_not_give_logits_is_refused(how: str, folder: Path) -> None:
-    body, words = BAD_MODELS[how]
-    (folder / f"{how}_model.py").write_text(
-        MODEL.replace("tiny", how).replace("return self.layers(x)", body)
-    )
-    assert words in problem(folder, f"model={how}_model.py")
+@pytest.mark.parametrize("name", BAD_MODELS)
+def test_a_model_that_does_not_return_logits_is_refused(name: str, folder: Path) -> None:
+    body, message = BAD_MODELS[name]
+    text = MODEL.replace("tiny", name).replace("return self.layers(x)", body)
+    (folder / f"{name}_model.py").write_text(text)
+    assert message in problem(folder, f"model={name}_model.py")
+
+
+BARE = """
+import torch
+from torch import nn
+
+class Bare(nn.Module):
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.w = torch.zeros(48, num_classes, requires_grad=True)
+
+    def forward(self, x):
+        return x.flatten(1) @ self.w
+"""
 
 
 def test_a_model_without_parameters_is_refused(folder: Path) -> None:
-    text = (
-        "import torch\nfrom torch import nn\n\nclass Bare(nn.Module):\n    def __init__(self, "
-        "num_classes: int):\n"
-    )
-    text += (
-        "        super().__init__()\n        self.w = torch.zeros(48, num_classes, "
-        "requires_grad=True)\n\n"
-    )
-    (folder / "bare.py").write_text(
-        text + "    def forward(self, x):\n        return x.flatten(1) @ self.w\n"
-    )
+    (folder / "bare.py").write_text(BARE)
     assert "has no parameters" in problem(folder, "model=bare.py:Bare")
 
 
@@ -343,14 +343,12 @@ def test_a_model_without_parameters_is_refused(folder: Path) -> None:
 def test_a_model_that_cannot_be_made_is_named_with_the_line_that_raised(
     raises: str, folder: Path
 ) -> None:
-    """One whose constructor forgot ``super().__init__()`` among them."""
     (folder / "making.py").write_text(
         f"from torch import nn\n\ndef making(num_classes: int):\n    {raises}\n"
     )
-    said = problem(folder, "model=making.py:making")
-    assert "making.py:making" in said
-    assert "(making.py, line 4, in making)" in said
-    assert "\n" not in said
+    message = problem(folder, "model=making.py:making")
+    assert "making.py:making" in message
+    assert "(making.py, line 4, in making)" in message
 
 
 def test_a_file_that_was_mended_is_read_again_in_the_same_process(folder: Path) -> None:
@@ -363,7 +361,7 @@ def test_a_file_that_was_mended_is_read_again_in_the_same_process(folder: Path) 
     assert registry.lookup("method", "mended.py", folder).target is second
 
 
-LAZY = """
+NETWORKS = """
 from torch import nn
 def lazy(num_classes: int, activation=nn.Identity, part: nn.Module = None):
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes), activation())
@@ -380,28 +378,29 @@ def shared(classes):
 
 
 def test_a_model_is_given_what_its_parameters_name(tmp_path: Path, folder: Path) -> None:
-    (tmp_path / "nets.py").write_text(LAZY)
+    file = tmp_path / "nets.py"
+    file.write_text(NETWORKS)
     for name in ("of_torchvision", "by_channels"):
-        prepare(
-            resolve(load(folder / "run.toml", (f"model={tmp_path / 'nets.py'}:{name}",))),
-            toys.blobs(),
-        )
-    lazy = f"model={tmp_path / 'nets.py'}:lazy"
+        settings = resolve(load(folder / "run.toml", (f"model={file}:{name}",)))
+        prepare(settings, toys.blobs())
+
+    lazy = f"model={file}:lazy"
     assert "has lazy layers" in problem(folder, lazy)
-    shared = f"model={tmp_path / 'nets.py'}:shared"
-    assert "1.weight and 2.weight" in problem(folder, shared)
-    said = problem(folder, lazy, "model.activation='relu'")
-    assert "unknown key 'model.activation'" in said, "what a config cannot hold keeps its default"
+    assert "1.weight and 2.weight" in problem(folder, f"model={file}:shared")
+    message = problem(folder, lazy, "model.activation='relu'")
+    assert "unknown key 'model.activation'" in message, (
+        "a parameter that a config cannot hold keeps its default"
+    )
 
 
 def test_modules_beside_a_file_are_its_own_and_leave_the_path_as_it_was(tmp_path: Path) -> None:
-    path = list(sys.path)
-    for folder, width in (("one", 3), ("two", 4)):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "beside_me.py").write_text(f"WIDTH = {width}\n")
-        (tmp_path / folder / "net.py").write_text(
-            "from beside_me import WIDTH\ndef width(): return WIDTH\n"
-        )
+    search_path = list(sys.path)
+    widths = {"one": 3, "two": 4}
+    network = "from beside_me import WIDTH\ndef width(): return WIDTH\n"
+    for name, width_of_folder in widths.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "beside_me.py").write_text(f"WIDTH = {width_of_folder}\n")
+        (tmp_path / name / "net.py").write_text(network)
 
     def width(folder: str) -> int:
         return int(registry.lookup("model", "net.py:width", tmp_path / folder).target())
@@ -409,7 +408,7 @@ def test_modules_beside_a_file_are_its_own_and_leave_the_path_as_it_was(tmp_path
     assert [width("one"), width("two"), width("one")] == [3, 4, 3]
     (tmp_path / "one" / "beside_me.py").write_text("WIDTH = 30\n")
     assert [width("one"), width("two")] == [30, 4], "an edit is seen"
-    assert sys.path == path
+    assert sys.path == search_path
 
 
 def test_a_run_knows_the_modules_beside_its_files(folder: Path, tmp_path: Path) -> None:
@@ -418,21 +417,21 @@ def test_a_run_knows_the_modules_beside_its_files(folder: Path, tmp_path: Path) 
         "from parts import linear\nfrom torch import nn\n"
         "def net(num_classes):\n    return nn.Sequential(nn.Flatten(), linear(16, num_classes))\n"
     )
-    run(
-        load(folder / "run.toml", (f"model={tmp_path / 'net.py'}:net", "rounds=2")),
-        tmp_path / "run",
-        toys.blobs(),
-    )
+    experiment = load(folder / "run.toml", (f"model={tmp_path / 'net.py'}:net", "rounds=2"))
+    run(experiment, tmp_path / "run", toys.blobs())
+
     (tmp_path / "run" / "summary.json").unlink()
     (tmp_path / "parts.py").write_text("from torch import nn\nlinear = nn.Linear  # the same\n")
     with pytest.raises(UntrustedCode, match=r"parts\.py"):
         resume(tmp_path / "run", toys.blobs())
     with pytest.raises(CorruptFile, match=r"parts\.py"):
         resume(tmp_path / "run", toys.blobs(), trust_code=True)
+
+    # Earlier versions recorded only the files that the config names.
     start = read_journal(tmp_path / "run" / "journal.jsonl")[0]
-    before = {path: sha for path, sha in start["sources"].items() if not path.endswith("parts.py")}
-    # earlier versions noted the named files only
-    check_same(settings_of(tmp_path / "run"), {"sources": before}, {})
+    named_sources = dict(start["sources"])
+    del named_sources[str(tmp_path / "parts.py")]
+    check_same(settings_of(tmp_path / "run"), {"sources": named_sources}, {})
 
 
 DATA = """
@@ -459,33 +458,38 @@ plan = {epochs = 1}
 @pytest.fixture
 def colon_folder(tmp_path: Path) -> Path:
     """A folder with a colon in its name, as a time of day has."""
-    place = tmp_path / "run_10:30"
-    place.mkdir()
-    (place / "halfway3.py").write_text(METHOD.replace('"halfway"', '"halfway3"'))
-    (place / "rows.py").write_text(DATA)
-    (place / "run.toml").write_text(COLON_CONFIG)
+    folder = tmp_path / "run_10:30"
+    folder.mkdir()
+    (folder / "halfway3.py").write_text(METHOD.replace('"halfway"', '"halfway3"'))
+    (folder / "rows.py").write_text(DATA)
+    (folder / "run.toml").write_text(COLON_CONFIG)
     rows = "".join(f"{row % 7},{row % 5},{'ab'[row % 2]}\n" for row in range(60))
-    (place / "rows.csv").write_text("age,dose,label\n" + rows)
-    return place
+    (folder / "rows.csv").write_text("age,dose,label\n" + rows)
+    return folder
 
 
 @pytest.mark.parametrize("data", ["rows.py:data", "rows.csv", "./rows.csv"])
 def test_files_in_a_folder_with_a_colon_are_used(data: str, colon_folder: Path) -> None:
-    override = (f"data.name={data}", f"data.public_from={data}")
-    settings = resolve(load(colon_folder / "run.toml", override))
+    name_override = f"data.name={data}"
+    overrides = (name_override, f"data.public_from={data}")
+    settings = resolve(load(colon_folder / "run.toml", overrides))
     file, _, function = data.removeprefix("./").partition(":")
     assert settings.data.name == settings.data.public_from
     assert settings.data.name.removesuffix(f":{function}") == str(colon_folder / file)
     assert settings.named.method.label == "halfway3.py:Halfway"
-    result = run(load(colon_folder / "run.toml", override[:1]), colon_folder / "run")
+
+    result = run(load(colon_folder / "run.toml", (name_override,)), colon_folder / "run")
     assert resume(colon_folder / "run").accuracy == result.accuracy
-    code = [name for name in ("halfway3.py", file) if name.endswith(".py")]
-    assert list(code_digests(settings)) == [str(colon_folder / name) for name in code]
+    code = [colon_folder / "halfway3.py"]
+    if file.endswith(".py"):
+        code.append(colon_folder / file)
+    assert list(code_digests(settings)) == [str(path) for path in code]
 
 
 def test_the_default_network_fits_a_table_in_a_folder_with_a_colon(colon_folder: Path) -> None:
     path = colon_folder / "run.toml"
-    path.write_text(COLON_CONFIG.replace('model = "mlp"\n', "").replace("rows.py:data", "rows.csv"))
+    without_model = COLON_CONFIG.replace('model = "mlp"\n', "")
+    path.write_text(without_model.replace("rows.py:data", "rows.csv"))
     assert resolve(load(path)).named.model.name == "mlp"
 
 
