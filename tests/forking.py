@@ -57,10 +57,10 @@ class Helper:
     """The forking process, as a test sees it."""
 
     def __init__(self) -> None:
-        here = Path(__file__)
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), *sys.path])}
+        program = Path(__file__)
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(program.parent), *sys.path])}
         self._process = subprocess.Popen(
-            [sys.executable, str(here)],
+            [sys.executable, str(program)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=env,
@@ -89,31 +89,38 @@ class Faults(Quiet):
     """Counts calls by kind, and kills this process at one of them."""
 
     def __init__(self, fault: Any) -> None:
-        # fsyncs come from threads
-        self.fault, self.counts, self.counting = fault, dict.fromkeys(KINDS, 0), Lock()
+        self.fault = fault
+        self.counts = dict.fromkeys(KINDS, 0)
+        self.counting = Lock()  # fsyncs come from threads
         for name in ("fsync", "replace", "unlink"):
             setattr(os, name, self.around(name, getattr(os, name)))
         Census.end = self.around("census", Census.end)  # type: ignore[method-assign]
 
     def around(self, kind: str, real: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            when = self.due(kind)
-            if when == "torn" and stat.S_ISREG(os.fstat(args[0]).st_mode):
+            moment = self.due(kind)
+            if moment == "torn" and stat.S_ISREG(os.fstat(args[0]).st_mode):
                 os.truncate(args[0], os.fstat(args[0]).st_size // 2)
-            if when in ("before", "torn"):
+            if moment in ("before", "torn"):
                 os.kill(os.getpid(), signal.SIGKILL)
-            out = real(*args, **kwargs)
-            if when == "after":
+            result = real(*args, **kwargs)
+            if moment == "after":
                 os.kill(os.getpid(), signal.SIGKILL)
-            return out
+            return result
 
         return call
 
     def due(self, kind: str) -> str:
+        """Count a call, and return when to kill the process at it; empty for not at all."""
         with self.counting:
-            nth, self.counts[kind] = self.counts[kind], self.counts[kind] + 1
-        hit = self.fault is not None and (kind, nth) == tuple(self.fault[:2])
-        return self.fault[2] if hit else ""
+            nth = self.counts[kind]
+            self.counts[kind] += 1
+        if self.fault is None:
+            return ""
+        fault_kind, fault_nth, moment = self.fault
+        if (kind, nth) != (fault_kind, fault_nth):
+            return ""
+        return str(moment)
 
     def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
         if self.due("stage"):
@@ -121,7 +128,9 @@ class Faults(Quiet):
 
 
 def child(task: dict[str, Any], report: Path) -> None:
-    folder, faults = Path(task["folder"]), Faults(task["fault"])
+    """Begin or continue a run, write a report of it, and end this process."""
+    folder = Path(task["folder"])
+    faults = Faults(task["fault"])
     try:
         if (folder / "config.toml").is_file():
             runner.resume(folder, toys.blobs(), watch=faults)
@@ -135,6 +144,7 @@ def child(task: dict[str, Any], report: Path) -> None:
 
 
 def serve(task: dict[str, Any]) -> dict[str, Any]:
+    """Carry out a task in a child, and return its answer."""
     report = Path(task["folder"] + ".report")
     report.unlink(missing_ok=True)
     began = time.perf_counter()
@@ -146,10 +156,10 @@ def serve(task: dict[str, Any]) -> dict[str, Any]:
         # a child that has ended already is a zombie until it is waited for
         os.kill(pid, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    told = (
-        json.loads(report.read_text()) if status != -signal.SIGKILL else {"counts": {}, "error": ""}
-    )
-    return {"status": status, "seconds": time.perf_counter() - began, **told}
+    outcome = {"counts": {}, "error": ""}
+    if status != -signal.SIGKILL:
+        outcome = json.loads(report.read_text())
+    return {"status": status, "seconds": time.perf_counter() - began, **outcome}
 
 
 def main() -> None:

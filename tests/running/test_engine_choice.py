@@ -39,7 +39,7 @@ from fedstill.running.compare import clear_other_runs, variants
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import resume, run
 from fedstill.running.runs import groups
-from run_bits import stopped
+from run_bits import model_bytes, stopped
 
 MLP = contract.spec_for("mlp", (1, 4, 4), 5, {"hidden": (8,)})
 
@@ -99,8 +99,7 @@ def test_the_choice_is_written_to_the_config_and_a_resume_keeps_it(
     assert tomllib.loads((half / "config.toml").read_text())["engine"] == "vectorised"
     monkeypatch.setitem(vectorised.CROSSOVER, "cpu", 0.0)
     resume(half, data=toys.blobs())
-    model = (tmp_path / "whole/model.safetensors").read_bytes()
-    assert (half / "model.safetensors").read_bytes() == model
+    assert model_bytes(half) == model_bytes(tmp_path / "whole")
 
     run(auto(), tmp_path / "other", data=toys.blobs())
     assert tomllib.loads((tmp_path / "other/config.toml").read_text())["engine"] == "pooled"
