@@ -1,9 +1,10 @@
-"""Queries that clients raise in a run: from held-out data alone, on each engine with the same bits,
-and again.
+"""Queries that clients raise in a run: from held-out data alone, with the same bits on each engine,
+and again in later rounds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,203 +17,268 @@ from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import resolve
 from fedstill.core.errors import BadPayload, ConfigError, IncompatibleMethod
 from fedstill.core.files import digest
-from fedstill.core.records import Payload, Reply, Stage, State
+from fedstill.core.records import Examples, Payload, Reply, Stage, State, Tensors
 from fedstill.engines.passes import ModelPasses
 from fedstill.querying.hooks import ASKS, QueriesAtClient, QueriesAtServer, query_raised
 from fedstill.querying.queries import QueryRule
 from fedstill.running.checkpoint import Checkpoints
-from fedstill.running.journal import read_journal, without_times
+from fedstill.running.journal import without_times
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.runner import run
 from flowers import needs_flower, over_flower
+from journals import journal_events
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 
-ONCE: dict[str, Any] = {"rounds": 1, "plan": {"epochs": 3, "batch": 10, "lr": 0.05}}
+PLAN = {"epochs": 3, "batch": 10, "lr": 0.05}
 
 
-def by_accuracy(method: object = "qkt", under: float = 0.9, **changes: Any) -> Experiment:
-    query = {"draw": "all", "by": "accuracy", "accuracy_under": under, **changes.pop("query", {})}
-    return toys.toy(method, **{**ONCE, "topology": {"clients": 6}, "query": query, **changes})
+def by_accuracy(method: object = "qkt", **changes: Any) -> Experiment:
+    """One round in which clients query the classes with an accuracy below 0.9."""
+    query = {"draw": "all", "by": "accuracy", "accuracy_under": 0.9, **changes.pop("query", {})}
+    values = {"rounds": 1, "plan": PLAN, "topology": {"clients": 6}, **changes}
+    return toys.toy(method, query=query, **values)
+
+
+EXPERIMENTS = {"once": by_accuracy(), "again": toys.asking_again()}
+
+
+@pytest.fixture(scope="module")
+def serial_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The directories of the runs of ``EXPERIMENTS`` with the serial engine."""
+    folders = {}
+    for name, experiment in EXPERIMENTS.items():
+        folders[name] = tmp_path_factory.mktemp("serial") / name
+        run(replace(experiment, engine="serial"), folders[name], toys.blobs())
+    return folders
 
 
 def ready(experiment: Experiment) -> Prepared:
+    """A prepared run on blobs."""
     return prepare(resolve(experiment.with_values({"data.name": "blobs"}, "test")), toys.blobs())
 
 
-def events(folder: Path, name: str = "") -> list[dict[str, Any]]:
-    every = [without_times(e) for e in read_journal(folder / "journal.jsonl")]
-    return [e for e in every if not name or e.get("name") == name]
+def events(folder: Path, **values: Any) -> list[dict[str, Any]]:
+    """The events of a run that have these values, without their times."""
+    return [without_times(event) for event in journal_events(folder, **values)]
+
+
+def queries_raised(folder: Path) -> dict[int, list[int]]:
+    """The query of each client of a run with one round."""
+    return {event["client"]: event["query"] for event in events(folder, name="fit")}
 
 
 def state_of(folder: Path) -> State:
-    restored = Checkpoints(
-        folder / "checkpoints", digest((folder / "config.toml").read_bytes()), None
-    ).latest()
+    """The server's state at the end of a run."""
+    config_digest = digest((folder / "config.toml").read_bytes())
+    restored = Checkpoints(folder / "checkpoints", config_digest, None).latest()
     assert restored is not None
     return restored.state
 
 
-def test_a_client_asks_for_the_classes_that_its_model_gets_wrong_on_what_it_holds_out(
-    tmp_path: Path,
+def measured_accuracies(prepared: Prepared, client: int, params: Tensors) -> dict[str, Any]:
+    """By class, the accuracy of a client's model on its held-out examples, and their number."""
+    view = prepared.sites.view(client, Stage(1, 0, "fit", (client,)))
+    held_out = view.validation
+    assert isinstance(held_out, Examples)
+    logits = ModelPasses(view.model, prepared.sites.inputs).logits(params, held_out)
+    is_correct = logits.argmax(1) == held_out.labels
+
+    accuracies = {}
+    for c in range(toys.CLASSES):
+        of_class = is_correct[held_out.labels == c].tolist()
+        if of_class:
+            accuracy = round(sum(of_class) / len(of_class), 4)
+            accuracies[str(c)] = {"accuracy": accuracy, "held_out": len(of_class)}
+    return accuracies
+
+
+def test_a_client_queries_the_classes_that_its_model_gets_wrong_on_held_out_examples(
+    serial_runs: dict[str, Path],
 ) -> None:
-    run(by_accuracy(), tmp_path / "run", toys.blobs())
-    prepared, models = ready(by_accuracy()), state_of(tmp_path / "run").extra.many("model")
-    asked = {e["client"]: e["query"] for e in events(tmp_path / "run", "fit")}
-    whys = {e["client"]: e["why_asked"] for e in events(tmp_path / "run", "fit")}
-    assert any(asked.values())
-    for client, classes in asked.items():
-        view = prepared.sites.view(client, Stage(1, 0, "fit", (client,)))
-        held = view.validation
-        assert held is not None
-        answer = (
-            ModelPasses(view.model, prepared.sites.inputs).logits(models[client], held).argmax(1)
-        )
-        for c in range(toys.CLASSES):
-            own = [int(a) == c for a, y in zip(answer, held.labels, strict=True) if int(y) == c]
-            wanted = bool(own) and sum(own) / len(own) < 0.9
-            assert (str(c) in whys[client]) == wanted
-            if wanted:
-                assert whys[client][str(c)] == {
-                    "accuracy": round(sum(own) / len(own), 4),
-                    "held_out": len(own),
-                }
-        others = prepared.sites.label_counts(client) * 0 + sum(
-            prepared.sites.label_counts(o) for o in asked if o != client
-        )
-        assert classes == [c for c in map(int, whys[client]) if others[c] > 0]
+    """Of these classes, it queries those that another client has."""
+    prepared = ready(by_accuracy())
+    models = state_of(serial_runs["once"]).extra.many("model")
+    label_counts = torch.stack([prepared.sites.label_counts(client) for client in range(6)])
+
+    fits = events(serial_runs["once"], name="fit")
+    assert [event["client"] for event in fits] == list(range(6))
+    assert any(event["query"] for event in fits)
+    for event in fits:
+        client = event["client"]
+        accuracies = measured_accuracies(prepared, client, models[client])
+        low = {c: measured for c, measured in accuracies.items() if measured["accuracy"] < 0.9}
+        assert event["why_asked"] == low
+
+        peer_counts = label_counts.sum(0) - label_counts[client]
+        assert event["query"] == [c for c in sorted(map(int, low)) if peer_counts[c] > 0]
 
 
-def test_a_raised_query_is_learned_and_measured_as_if_it_had_been_written(tmp_path: Path) -> None:
-    run(by_accuracy(), tmp_path / "raised", toys.blobs())
-    told = {str(e["client"]): e["query"] for e in events(tmp_path / "raised", "fit") if e["query"]}
-    written = replace(by_accuracy(), query={"classes": told, "fewer_than": 1000})
+def without_reasons(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers without the reasons for their queries."""
+    return [{key: answer[key] for key in answer if key != "why_asked"} for answer in answers]
+
+
+def test_a_raised_query_is_learned_and_measured_like_the_same_query_in_a_config(
+    serial_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    raised = serial_runs["once"]
+    queries = {str(client): query for client, query in queries_raised(raised).items() if query}
+    written = replace(by_accuracy(), query={"classes": queries, "fewer_than": 1000})
     run(written, tmp_path / "written", toys.blobs())
-    one, other = (state_of(tmp_path / name).extra for name in ("raised", "written"))
-    for client, params in other.many("student").items():
-        assert all(torch.equal(one.many("student")[client][k], v) for k, v in params.items())
-    ours, theirs = (events(tmp_path / name)[-1]["answers"] for name in ("raised", "written"))
-    assert [{k: v for k, v in a.items() if k != "why_asked"} for a in ours] == theirs
-    assert all(set(a["why_asked"]) == {str(c) for c in a["query"]} for a in ours)
+
+    students = state_of(raised).extra.many("student")
+    for client, expected in state_of(tmp_path / "written").extra.many("student").items():
+        for name, tensor in expected.items():
+            assert torch.equal(students[client][name], tensor)
+
+    answers = events(raised)[-1]["answers"]
+    assert without_reasons(answers) == events(tmp_path / "written")[-1]["answers"]
+    for answer in answers:
+        assert set(answer["why_asked"]) == {str(c) for c in answer["query"]}
 
 
-def test_the_test_set_has_no_part_in_a_query(tmp_path: Path) -> None:
+def test_the_test_set_has_no_part_in_a_query(serial_runs: dict[str, Path], tmp_path: Path) -> None:
     data = toys.blobs()
-    other = replace(data, test=replace(data.test, labels=(data.test.labels + 1) % toys.CLASSES))
-    run(by_accuracy(), tmp_path / "one", data)
-    run(by_accuracy(), tmp_path / "other", other)
-    one, two = (
-        [(e["client"], e["query"], e["why_asked"]) for e in events(tmp_path / name, "fit")]
-        for name in ("one", "other")
-    )
-    assert one == two
-
-
-@pytest.mark.parametrize("experiment", [by_accuracy(), toys.asking_again()], ids=["once", "again"])
-def test_the_pooled_engine_and_flower_give_the_serial_engines_bits(
-    experiment: Experiment, tmp_path: Path
-) -> None:
-    run(replace(experiment, engine="serial"), tmp_path / "serial", toys.blobs())
-    run(replace(experiment, engine="pooled"), tmp_path / "pooled", toys.blobs())
-    assert events(tmp_path / "serial") == events(tmp_path / "pooled")
-    assert same(state_of(tmp_path / "serial"), state_of(tmp_path / "pooled"))
-
-
-@needs_flower
-@pytest.mark.parametrize("experiment", [by_accuracy(), toys.asking_again()], ids=["once", "again"])
-def test_clients_on_flower_raise_the_same_queries(experiment: Experiment, tmp_path: Path) -> None:
-    run(replace(experiment, engine="serial"), tmp_path / "serial", toys.blobs())
-    run(over_flower(experiment), tmp_path / "flower", toys.blobs())
-    assert events(tmp_path / "serial") == events(tmp_path / "flower")
-    assert same(state_of(tmp_path / "serial"), state_of(tmp_path / "flower"))
-
-
-def same(a: State, b: State) -> bool:
-    return (
-        list(a.extra) == list(b.extra)
-        and Payload(a.extra).nbytes == b.extra.nbytes
-        and all(
-            torch.equal(a.extra.many(name)[c][k], v)
-            for name in ("model", "student")
-            for c, params in b.extra.many(name).items()
-            for k, v in params.items()
-        )
+    wrong_labels = (data.test.labels + 1) % toys.CLASSES
+    run(
+        by_accuracy(),
+        tmp_path / "wrong",
+        replace(data, test=replace(data.test, labels=wrong_labels)),
     )
 
-
-def test_a_client_asks_again_with_more_data_and_goes_on_from_its_model(tmp_path: Path) -> None:
-    run(toys.asking_again(), tmp_path / "run", toys.blobs())
-    fits = events(tmp_path / "run", "fit")
-    examples = {(e["round"], e["client"]): e["examples"] for e in fits}
-    assert all(examples[2, c] > examples[1, c] for c in range(6))
-    rounds = [e for e in events(tmp_path / "run") if e["event"] == "round"]
-    for number, event in enumerate(rounds, 1):
-        asked = {e["client"]: e["query"] for e in fits if e["round"] == number and e["query"]}
-        assert {a["client"]: a["query"] for a in event["answers"]} == asked
-        assert all(a["gain"] is not None for a in event["answers"]), "measured in every round"
-    prepared = ready(toys.asking_again())
-    first = {a["client"]: a for a in rounds[0]["answers"]}
-    for answer in rounds[1]["answers"]:
-        own = prepared.sites.label_counts(answer["client"], 2)
-        lacks = {c for c, why in answer["why_asked"].items() if "lack" in why}
-        assert lacks == {str(c) for c in answer["query"] if own[c] < 3}
-    assert {a["client"]: a["query"] for a in rounds[1]["answers"]} != {
-        c: a["query"] for c, a in first.items()
-    }
-
-
-def test_a_client_that_does_not_ask_again_goes_on_from_what_it_trained_alone(
-    tmp_path: Path,
-) -> None:
-    prepared = ready(toys.asking_again())
-    method, world = prepared.settings.method, prepared.world
-    ones, twos = (
-        {k: torch.full_like(v, n) for k, v in world.initial(0).items()} for n in (1.0, 2.0)
-    )
-    state = State(
-        {}, Payload({"model.0": ones, "student.0": twos, "model.1": ones, "size.0": 3, "size.1": 3})
-    )
-    fit = Stage(2, 0, "fit", (0, 1, 2))
-    sent = [method.payload_for_client(state, c, fit, world) for c in (0, 1, 2)]
-    assert [next(iter(s.params.values())).flatten()[0].item() for s in sent[:2] if s] == [2.0, 1.0]
-    assert sent[2] is not None
-    assert all(torch.equal(sent[2].params[k], v) for k, v in world.initial(2).items())
-    folded = method.aggregate(state, [Reply(0, Payload(params=ones), 5)], fit, world)
-    assert "student.0" not in folded.extra, "the answer to the query before"
-
-
-def test_a_method_of_many_rounds_asks_after_its_stage_fit(tmp_path: Path) -> None:
-    fed = by_accuracy(
-        "fedavg",
-        rounds=2,
-        topology={"clients": 6, "first": "fit"},
-        plan={"fit": ONCE["plan"], **ONCE["plan"]},
-    )
-    run(fed, tmp_path / "fedavg", toys.blobs())
-    run(by_accuracy(), tmp_path / "qkt", toys.blobs())
-    one, other = (
-        {e["client"]: e["query"] for e in events(tmp_path / name, "fit")}
-        for name in ("fedavg", "qkt")
-    )
-    assert one == other, "methods are compared on the same queries"
-    answers = [e["answers"] for e in events(tmp_path / "fedavg") if e["event"] == "round"]
-    assert [[a["query"] for a in each] for each in answers] == 2 * [[q for q in one.values() if q]]
-    assert not any("query" in e for e in events(tmp_path / "fedavg", "train"))
-
-
-def test_nobody_may_have_reason_to_ask(tmp_path: Path) -> None:
-    query = {"draw": "all", "by": "lack", "fewer_than": 1, "again": "mixed"}
-    run(toys.asking_again(query=query, partition="iid"), tmp_path / "run", toys.blobs())
-    last = events(tmp_path / "run")[-1]
-    assert "answers" not in last
-    assert all(e["idle"] for e in events(tmp_path / "run", "transfer"))
+    with_wrong_labels = events(tmp_path / "wrong", name="fit")
+    expected = events(serial_runs["once"], name="fit")
+    assert len(with_wrong_labels) == len(expected)
+    for event, expected_event in zip(with_wrong_labels, expected, strict=True):
+        for key in ("client", "query", "why_asked"):
+            assert event[key] == expected_event[key]
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "said"),
+    "on_engine",
+    [
+        pytest.param(lambda experiment: replace(experiment, engine="pooled"), id="pooled"),
+        pytest.param(over_flower, id="flower", marks=needs_flower),
+    ],
+)
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_other_engines_give_the_serial_engines_bits(
+    name: str,
+    on_engine: Callable[[Experiment], Experiment],
+    serial_runs: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    run(on_engine(EXPERIMENTS[name]), tmp_path / "run", toys.blobs())
+
+    assert events(tmp_path / "run") == events(serial_runs[name])
+    extra = state_of(tmp_path / "run").extra
+    expected = state_of(serial_runs[name]).extra
+    assert list(extra) == list(expected)
+    assert extra.nbytes == expected.nbytes
+    for group in ("model", "student"):
+        params_by_client = extra.many(group)
+        for client, expected_params in expected.many(group).items():
+            for key, tensor in expected_params.items():
+                assert torch.equal(params_by_client[client][key], tensor)
+
+
+def queries_by_client(answers: list[dict[str, Any]]) -> dict[int, list[int]]:
+    """The query of each answer, by the client that raised it."""
+    return {answer["client"]: answer["query"] for answer in answers}
+
+
+def test_a_client_raises_another_query_when_it_has_more_data(
+    serial_runs: dict[str, Path],
+) -> None:
+    fits = events(serial_runs["again"], name="fit")
+    examples = {(event["round"], event["client"]): event["examples"] for event in fits}
+    for client in range(6):
+        assert examples[2, client] > examples[1, client]
+
+    first_round, second_round = events(serial_runs["again"], event="round")
+    for round_event in (first_round, second_round):
+        of_round = [event for event in fits if event["round"] == round_event["round"]]
+        raised = {event["client"]: event["query"] for event in of_round if event["query"]}
+        assert queries_by_client(round_event["answers"]) == raised
+        gains = [answer["gain"] for answer in round_event["answers"]]
+        assert None not in gains, "every round measures the gains"
+    assert queries_by_client(first_round["answers"]) != queries_by_client(second_round["answers"])
+
+
+def test_in_a_later_round_a_client_lacks_classes_by_its_label_counts_of_that_round(
+    serial_runs: dict[str, Path],
+) -> None:
+    sites = ready(toys.asking_again()).sites
+    last_round = events(serial_runs["again"], event="round")[-1]
+    for answer in last_round["answers"]:
+        label_counts = sites.label_counts(answer["client"], 2)
+        few_examples = {str(c) for c in answer["query"] if label_counts[c] < 3}
+        reasons = answer["why_asked"]
+        assert {c for c in reasons if "lack" in reasons[c]} == few_examples
+
+
+def filled(params: Tensors, value: float) -> dict[str, torch.Tensor]:
+    """Parameters of these shapes that all have one value."""
+    return {name: torch.full_like(tensor, value) for name, tensor in params.items()}
+
+
+def test_a_client_trains_on_from_its_last_model() -> None:
+    """That is its student after a query, its local model after a round without one, and the initial
+    model if it has never trained.
+    """
+    prepared = ready(toys.asking_again())
+    method = prepared.settings.method
+    world = prepared.world
+    ones = filled(world.initial(0), 1.0)
+    twos = filled(world.initial(0), 2.0)
+    extra = {"model.0": ones, "student.0": twos, "model.1": ones, "size.0": 3, "size.1": 3}
+    state = State({}, Payload(extra))
+    fit = Stage(2, 0, "fit", (0, 1, 2))
+
+    for client, expected in enumerate([twos, ones, world.initial(2)]):
+        payload = method.payload_for_client(state, client, fit, world)
+        assert payload is not None
+        assert all(torch.equal(payload.params[name], expected[name]) for name in expected)
+
+    next_state = method.aggregate(state, [Reply(0, Payload(params=ones), 5)], fit, world)
+    assert "student.0" not in next_state.extra, "the student of the previous query"
+
+
+def test_a_method_of_many_rounds_asks_after_its_stage_fit(
+    serial_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    experiment = by_accuracy(
+        "fedavg",
+        rounds=2,
+        topology={"clients": 6, "first": "fit"},
+        plan={"fit": PLAN, **PLAN},
+    )
+    run(experiment, tmp_path / "fedavg", toys.blobs())
+
+    queries = queries_raised(tmp_path / "fedavg")
+    assert queries == queries_raised(serial_runs["once"]), "methods share the queries"
+    answered = [query for query in queries.values() if query]
+    rounds = events(tmp_path / "fedavg", event="round")
+    assert len(rounds) == 2
+    for event in rounds:
+        assert [answer["query"] for answer in event["answers"]] == answered
+    assert not any("query" in event for event in events(tmp_path / "fedavg", name="train"))
+
+
+def test_a_run_in_which_no_client_has_a_reason_to_ask_goes_on(tmp_path: Path) -> None:
+    query = {"draw": "all", "by": "lack", "fewer_than": 1, "again": "mixed"}
+    run(toys.asking_again(query=query, partition="iid"), tmp_path / "run", toys.blobs())
+
+    assert "answers" not in events(tmp_path / "run")[-1]
+    assert all(event["idle"] for event in events(tmp_path / "run", name="transfer"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
     [
         (
-            {"plan": {**ONCE["plan"], "validation": 0.0}},
+            {"plan": {**PLAN, "validation": 0.0}},
             ConfigError,
             "plan.fit.keep = 'best' scores each epoch on held-out data, .*: set "
             "plan.fit.validation, for example to 0.1",
@@ -268,29 +334,41 @@ def test_nobody_may_have_reason_to_ask(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_raise_a_query_is_refused_before_round_1(
-    changes: dict[str, Any], error: type[Exception], said: str
+def test_a_run_in_which_a_query_cannot_be_raised_is_refused_before_round_1(
+    changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=said) as caught:
-        ready(by_accuracy(changes.pop("method", "qkt"), **changes))
+    experiment = by_accuracy(**changes)
+    with pytest.raises(error, match=message) as caught:
+        ready(experiment)
     assert "\n" not in str(caught.value)
 
 
-def test_what_a_client_says_is_checked_and_what_it_is_sent_too() -> None:
+def test_the_server_expects_raised_queries_in_the_stage_fit_and_reads_any_numbers() -> None:
     prepared = ready(by_accuracy())
-    world, fit, later = prepared.world, Stage(1, 0, "fit", (0,)), Stage(1, 1, "transfer", (0,))
-    asking = world.get(QueryRule)
-    server, client = QueriesAtServer(asking), QueriesAtClient(asking)
-    expected = prepared.settings.method.expected_reply(0, fit, world)
-    assert set(server.extend_expected(expected, 0, fit, world)) == {"params", ASKS}
-    assert set(server.extend_expected(expected, 0, later, world)) == {"params"}
-    content = Payload({ASKS: torch.full((toys.CLASSES,), -3, dtype=torch.int8)})
-    asked = query_raised(asking, 0, content, fit)
-    assert asked
-    assert set(asked) <= set(range(toys.CLASSES)), "whatever the numbers, they are classes"
-    view = prepared.sites.view(0, later)
+    world = prepared.world
+    rule = world.get(QueryRule)
+    server = QueriesAtServer(rule)
+    fit = Stage(1, 0, "fit", (0,))
+    transfer = Stage(1, 1, "transfer", (0,))
+
+    reply = prepared.settings.method.expected_reply(0, fit, world)
+    assert set(server.extend_expected(reply, 0, fit, world)) == {"params", ASKS}
+    assert set(server.extend_expected(reply, 0, transfer, world)) == {"params"}
+
+    negative_numbers = torch.full((toys.CLASSES,), -3, dtype=torch.int8)
+    query = query_raised(rule, 0, Payload({ASKS: negative_numbers}), fit)
+    assert query
+    assert set(query) <= set(range(toys.CLASSES))
+
+
+def test_a_client_reads_the_query_that_it_is_to_answer_and_refuses_another_shape() -> None:
+    prepared = ready(by_accuracy())
+    client = QueriesAtClient(prepared.world.get(QueryRule))
+    transfer = Stage(1, 1, "transfer", (0,))
+    view = prepared.sites.view(0, transfer)
     query = torch.tensor([0, 1, 0, 0, 1], dtype=torch.int8)
-    assert client.extend_view(view, Payload(query=query), later).query == (1, 4)
-    assert client.extend_view(view, Payload(), later) is view
+
+    assert client.extend_view(view, Payload(query=query), transfer).query == (1, 4)
+    assert client.extend_view(view, Payload(), transfer) is view
     with pytest.raises(BadPayload, match=r"a query of shape \(2,\) for 5 classes"):
-        client.extend_view(view, Payload(query=query[:2]), later)
+        client.extend_view(view, Payload(query=query[:2]), transfer)
