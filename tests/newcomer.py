@@ -9,7 +9,6 @@ from typing import Any
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.running import journal as journals
 
 MINE = '''
 from dataclasses import dataclass
@@ -77,11 +76,3 @@ def at_the_server(part: str, line: str) -> str:
     def {part}(self, {SIGNATURES[part]}):
         {line}  # HERE
     """
-
-
-def refusals(folder: Path) -> list[dict[str, Any]]:
-    return [
-        e
-        for e in journals.read_journal(folder / "journal.jsonl")
-        if "refused" in e and e["event"] == "client"
-    ]

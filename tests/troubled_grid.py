@@ -126,24 +126,3 @@ def stage_of(message: Any) -> tuple[int, int]:
     """(round, stage) that a message asks for."""
     stage = json.loads(message.content.config_records["header"]["json"])["stage"]
     return stage[0], stage[1]
-
-
-Trouble = Callable[["TroubledGrid", int, int, int, Parcel], Parcel | None]
-"""A fault with the parts of the delivery as arguments: grid, client, round, how often the stage was
-requested before, and message.
-"""
-
-
-class TroubledGrid(FaultyGrid):
-    """A faulty grid with a fault that takes the parts of the delivery."""
-
-    def __init__(self, experiment: Experiment, sites: Path, trouble: Trouble | None = None) -> None:
-        super().__init__(experiment, sites)
-        if trouble is not None:
-            self.fault = lambda delivery: trouble(
-                self,
-                delivery.client,
-                delivery.round,
-                delivery.attempt - 1,
-                delivery.message,
-            )

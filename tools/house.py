@@ -51,7 +51,7 @@ went had found done sent taken spent begun before after then now so of at
 FUNCTION_WORDS = frozenset(_WORDS.split())
 """Words that say nothing about a variable or a parameter that is called so."""
 
-FOLDERS = ("benchmarks", "examples", "tools")
+FOLDERS = ("benchmarks", "examples", "tests", "tools")
 """Folders beside the package. Each is a row of the table, and none is part of the total."""
 
 REGISTRARS = frozenset({"register", "method", "partition", "command"})

@@ -20,12 +20,12 @@ from fedstill.config.experiment import Experiment
 from fedstill.core.errors import Interrupted
 from fedstill.core.records import Payload
 from fedstill.flower.engine import Parcel, parsed, serialised
-from fedstill.flower.messages import SiteReply, answer_content
+from fedstill.flower.messages import SiteReply
 from fedstill.running.journal import read_journal, without_times
 from fedstill.running.runner import resume, run
 from flowers import needs_flower, over_flower
 from run_bits import StopAfter
-from troubled_grid import TroubledGrid
+from troubled_grid import Delivery, Fault, FaultyGrid
 
 pytestmark = needs_flower
 
@@ -284,21 +284,19 @@ ALL = {name: (as_text(attack), reason) for name, (attack, reason) in ATTACKS.ite
 ALL |= TEXT_ATTACKS
 
 
-def spoiled(attack: TextAttack) -> Any:
+def spoiled(attack: TextAttack) -> Fault:
     """Changes the header of the hostile client's reply in round 1."""
 
-    def trouble(
-        grid: TroubledGrid, client: int, round: int, attempts: int, data: Parcel
-    ) -> Parcel | None:
-        reply = grid.work(client, data)
-        if (client, round) != (HOSTILE, 1) or reply is None:
+    def fault(delivery: Delivery) -> Parcel:
+        reply = delivery.reply()
+        if (delivery.client, delivery.round) != (HOSTILE, 1):
             return reply
         message = parsed(reply)
         header = message.content.config_records["header"]
         header["json"] = attack(str(header["json"]))
         return serialised(message)
 
-    return trouble
+    return fault
 
 
 Events = list[dict[str, Any]]
@@ -333,17 +331,15 @@ def without_it(tmp_path_factory: pytest.TempPathFactory) -> Without:
     """By experiment, the run whose client 1 gives no answer in round 1."""
     folders: dict[int, Path] = {}
 
-    def trouble(
-        grid: TroubledGrid, client: int, round: int, attempts: int, data: Parcel
-    ) -> Parcel | None:
-        if (client, round) == (HOSTILE, 1):
+    def fault(delivery: Delivery) -> Parcel | None:
+        if (delivery.client, delivery.round) == (HOSTILE, 1):
             return None
-        return grid.work(client, data)
+        return delivery.reply()
 
     def directory(experiment: Experiment) -> Path:
         if experiment.rounds not in folders:
             folder = tmp_path_factory.mktemp("without")
-            grid = TroubledGrid(experiment, folder / "sites", trouble)
+            grid = FaultyGrid(experiment, folder / "sites", fault)
             run(experiment, folder / "run", toys.blobs(), grid=grid)
             folders[experiment.rounds] = folder / "run"
         return folders[experiment.rounds]
@@ -367,12 +363,12 @@ def test_a_crafted_report_is_refused_by_name_and_the_run_is_that_without_it(
     experiment = over_flower(replace(SHORT, rounds=1), retries=0)
     if name in RESUMED:
         experiment = over_flower(SHORT, retries=0)
-    grid = TroubledGrid(experiment, sites, spoiled(attack))
+    grid = FaultyGrid(experiment, sites, spoiled(attack))
 
     if name in RESUMED:
         with pytest.raises(Interrupted):
             run(experiment, folder, toys.blobs(), watch=StopAfter(1), grid=grid)
-        resume(folder, toys.blobs(), grid=TroubledGrid(experiment, sites))
+        resume(folder, toys.blobs(), grid=FaultyGrid(experiment, sites))
     else:
         run(experiment, folder, toys.blobs(), grid=grid)
 
@@ -414,16 +410,14 @@ CENSUS = toys.toy(
 def test_a_crafted_census_is_refused(
     labels: list[int], examples: int, reason: str, tmp_path: Path
 ) -> None:
-    def trouble(
-        grid: TroubledGrid, client: int, round: int, attempts: int, data: Parcel
-    ) -> Parcel | None:
-        if (client, round) != (HOSTILE, 0):
-            return grid.work(client, data)
+    def fault(delivery: Delivery) -> Parcel:
+        if (delivery.client, delivery.round) != (HOSTILE, 0):
+            return delivery.reply()
         census = Payload(labels=torch.tensor(labels))
-        return answer(data, SiteReply(HOSTILE, 0, 0, census, examples))
+        return delivery.replaced(SiteReply(HOSTILE, 0, 0, census, examples))
 
     experiment = over_flower(CENSUS, retries=0)
-    grid = TroubledGrid(experiment, tmp_path / "sites", trouble)
+    grid = FaultyGrid(experiment, tmp_path / "sites", fault)
 
     run(experiment, tmp_path / "run", toys.blobs(), grid=grid)
 
@@ -431,13 +425,6 @@ def test_a_crafted_census_is_refused(
     assert first["client"] == HOSTILE
     assert first["name"] == "census"
     assert_reason(first, reason)
-
-
-def answer(data: Parcel, reply: SiteReply) -> Parcel:
-    """A reply of the hostile client's own making, to a message."""
-    from flwr.app import Message
-
-    return serialised(Message(answer_content(reply), reply_to=parsed(data)))
 
 
 MANY_TENSORS = {f"t{i}": torch.zeros(0) for i in range(6_000)}
@@ -454,15 +441,13 @@ def test_a_large_reply_is_refused_by_a_short_reason(
 ) -> None:
     content, reason = LARGE[name]
 
-    def trouble(
-        grid: TroubledGrid, client: int, round: int, attempts: int, data: Parcel
-    ) -> Parcel | None:
-        if (client, round) != (HOSTILE, 1):
-            return grid.work(client, data)
-        return answer(data, SiteReply(HOSTILE, 1, 0, content, 5))
+    def fault(delivery: Delivery) -> Parcel:
+        if (delivery.client, delivery.round) != (HOSTILE, 1):
+            return delivery.reply()
+        return delivery.replaced(SiteReply(HOSTILE, 1, 0, content, 5))
 
     experiment = over_flower(replace(SHORT, rounds=1), retries=0)
-    grid = TroubledGrid(experiment, tmp_path / "sites", trouble)
+    grid = FaultyGrid(experiment, tmp_path / "sites", fault)
 
     run(experiment, tmp_path / "run", toys.blobs(), grid=grid)
 
@@ -472,21 +457,16 @@ def test_a_large_reply_is_refused_by_a_short_reason(
 
 
 def test_a_long_reason_of_flowers_or_of_an_app_that_raised_is_cut(tmp_path: Path) -> None:
-    from flwr.app import Error, Message
-
     error_codes = {0: 4, HOSTILE: 2}
 
-    def trouble(
-        grid: TroubledGrid, client: int, round: int, attempts: int, data: Parcel
-    ) -> Parcel | None:
-        if round != 1 or client not in error_codes:
-            return grid.work(client, data)
-        error = Error(error_codes[client], "no " * 10**6)
-        return serialised(Message(error, reply_to=parsed(data)))
+    def fault(delivery: Delivery) -> Parcel:
+        if delivery.round != 1 or delivery.client not in error_codes:
+            return delivery.reply()
+        return delivery.error(error_codes[delivery.client], "no " * 10**6)
 
     one_round = replace(SHORT, rounds=1).with_values({"clients.quorum": 0.3}, "test")
     experiment = over_flower(one_round, retries=0)
-    grid = TroubledGrid(experiment, tmp_path / "sites", trouble)
+    grid = FaultyGrid(experiment, tmp_path / "sites", fault)
 
     run(experiment, tmp_path / "run", toys.blobs(), grid=grid)
 

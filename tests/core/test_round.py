@@ -28,6 +28,7 @@ from fedstill.running import journal as journals
 from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run
+from journals import journal_events, refusals
 
 SINGLE = {
     "fedavg": toys.toy(),
@@ -49,23 +50,12 @@ def last_checkpoint(folder: Path) -> Any:
     return Checkpoints(folder / "checkpoints", config).latest()
 
 
-def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The events of one kind in the journal of a run."""
-    journal = journals.read_journal(folder / "journal.jsonl")
-    return [event for event in journal if event["event"] == kind]
-
-
-def refusals_of(folder: Path) -> list[dict[str, Any]]:
-    """The events of clients whose reply was refused."""
-    return [event for event in events_of(folder, "client") if "refused" in event]
-
-
 @pytest.mark.parametrize("name", SINGLE)
 def test_every_topology_runs_and_learns(name: str, tmp_path: Path) -> None:
     result = run(SINGLE[name], tmp_path / "run", data=toys.blobs())
     assert len(result.history) == SINGLE[name].rounds
     assert result.accuracy > 0.5, "chance is 0.2"
-    assert not refusals_of(tmp_path / "run")
+    assert not refusals(tmp_path / "run")
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(tmp_path: Path) -> None:
@@ -127,10 +117,10 @@ def test_a_bad_reply_is_named_and_changes_nothing_else(
     expected_checkpoint = last_checkpoint(run_without_client_1)
     assert checkpoint.state_files == expected_checkpoint.state_files
     assert list(checkpoint.state.extra) == list(expected_checkpoint.state.extra)
-    refusals = refusals_of(tmp_path / "run")
-    assert [event["client"] for event in refusals] == [1, 1]
-    assert [event["round"] for event in refusals] == [2, 3]
-    assert all(event["refused"] for event in refusals)
+    refused = refusals(tmp_path / "run")
+    assert [event["client"] for event in refused] == [1, 1]
+    assert [event["round"] for event in refused] == [2, 3]
+    assert all(event["refused"] for event in refused)
 
 
 def test_below_the_quorum_the_run_stops_with_the_last_good_state(tmp_path: Path) -> None:
@@ -214,7 +204,7 @@ def test_the_run_directory_holds_what_the_design_names(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert set(summary) >= SUMMARY_FIELDS
 
-    rounds = events_of(tmp_path / "run", "round")
+    rounds = journal_events(tmp_path / "run", event="round")
     assert [event["round"] for event in rounds] == [1, 2, 3]
     assert {"accuracy", "class_accuracy", "seconds", "bytes_up", "bytes_down"} <= set(rounds[0])
     assert "in_local_accuracy" in rounds[1]

@@ -30,7 +30,7 @@ from fedstill.running.runner import resume, run
 from flowers import needs_flower, over_flower
 from loops import record
 from run_bits import stopped
-from troubled_grid import TroubledGrid
+from troubled_grid import Delivery, FaultyGrid
 
 CLIP = {"clip": 2.0}
 BUDGET = {"clip": 3.0, "noise": 20.0}
@@ -274,11 +274,9 @@ def test_uploads_without_logits_and_of_unknown_clients_cost_nothing() -> None:
 def test_the_claim_of_a_client_does_not_change_the_epsilon_of_others(tmp_path: Path) -> None:
     """In the attack, a listed client reports that its upload had no rows."""
 
-    def trouble(
-        grid: TroubledGrid, client: int, round: int, attempts: int, data: Parcel
-    ) -> Parcel | None:
-        reply = grid.work(client, data)
-        if client != 1 or round == 0 or reply is None:
+    def fault(delivery: Delivery) -> Parcel:
+        reply = delivery.reply()
+        if delivery.client != 1 or delivery.round == 0:
             return reply
         message = parsed(reply)
         header = message.content.config_records["header"]
@@ -287,7 +285,7 @@ def test_the_claim_of_a_client_does_not_change_the_epsilon_of_others(tmp_path: P
         return serialised(message)
 
     over_sites = over_flower(experiment(**BUDGET), retries=0)
-    grid = TroubledGrid(over_sites, tmp_path / "sites", trouble)
+    grid = FaultyGrid(over_sites, tmp_path / "sites", fault)
     run(over_sites, tmp_path / "run", toys.blobs(), grid=grid)
 
     events = read_journal(tmp_path / "run" / "journal.jsonl")

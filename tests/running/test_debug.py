@@ -28,7 +28,8 @@ from fedstill.running import journal as journals
 from fedstill.running.recording import Quiet
 from fedstill.running.runner import resume, run
 from flowers import needs_flower
-from newcomer import SHAPES, at_the_server, mine, refusals
+from journals import refusals
+from newcomer import SHAPES, at_the_server, mine
 from run_bits import assert_same_bits, bits
 
 pytestmark = pytest.mark.usefixtures("with_threads")

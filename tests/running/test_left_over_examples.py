@@ -19,7 +19,8 @@ from fedstill.engines.vectorised import train_stack
 from fedstill.running import journal as journals
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run
-from newcomer import mine, refusals
+from journals import refusals
+from newcomer import mine
 
 SIZES = [41, 40, 61]
 """In batches of 20, the first and the last client have an example left over."""

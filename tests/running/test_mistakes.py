@@ -20,7 +20,8 @@ from fedstill.core.errors import (
 )
 from fedstill.running import journal as journals
 from fedstill.running.runner import run
-from newcomer import SHAPES, at_the_server, mine, refusals
+from journals import refusals
+from newcomer import SHAPES, at_the_server, mine
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 
