@@ -338,7 +338,7 @@ class StopSignals:
         self.event.set()
 
 
-class StopsOnSignal(NoProgress):
+class WorkerWatch(NoProgress):
     """The watch of a worker's run. It displays nothing, and stops the run after the stage in which
     a signal came or the comparison ended.
     """
@@ -371,7 +371,7 @@ class StopsOnSignal(NoProgress):
             os._exit(1)
 
     @contextmanager
-    def handling_signals(self) -> Iterator[StopsOnSignal]:
+    def handling_signals(self) -> Iterator[WorkerWatch]:
         """Handle signals during a run."""
         for number in SIGNALS:
             signal.signal(number, self.handle)
@@ -760,7 +760,7 @@ def _forking_executor(jobs: int, signals: StopSignals) -> ProcessPoolExecutor:
     context.set_forkserver_preload([*IMPORTED_ONCE, *registering])
     with signals_blocked():
         forkserver.ensure_running()
-    return ProcessPoolExecutor(jobs, context, StopsOnSignal.listen, (signals.event,))
+    return ProcessPoolExecutor(jobs, context, WorkerWatch.listen, (signals.event,))
 
 
 def _pools_of_cards(cards: Sequence[str], signals: StopSignals) -> list[_Pool]:
@@ -771,7 +771,7 @@ def _pools_of_cards(cards: Sequence[str], signals: StopSignals) -> list[_Pool]:
     context = multiprocessing.get_context("spawn")
     pools = []
     for card, slots in Counter(cards).items():
-        executor = ProcessPoolExecutor(slots, context, StopsOnSignal.listen, (signals.event,))
+        executor = ProcessPoolExecutor(slots, context, WorkerWatch.listen, (signals.event,))
         pools.append(_Pool(executor, slots, card))
     return pools
 
@@ -856,7 +856,7 @@ def _run_or_resume(
 
     os.environ[WORKERS] = workers
     try:
-        with StopsOnSignal().handling_signals() as watch:
+        with WorkerWatch().handling_signals() as watch:
             if watch.stop():
                 return STOPPED
             if (folder / CONFIG).is_file():
