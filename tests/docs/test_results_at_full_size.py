@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
+import pytest
 from tools.results_page import text_of_pages
 
 from fedstill.benchmark.recipes import load_recipe
@@ -19,198 +22,282 @@ from fedstill.running.packs import readable
 
 ROOT = Path(__file__).parents[2]
 PAGE = text_of_pages()
+LAST_TEN = slice(-10, None)
+
+Curve = list[float]
+"""A number in percent or in points, by round."""
 
 
-def test_the_leads_at_full_size_are_what_the_page_says_of_them() -> None:
-    text = " ".join(PAGE.split())
-    fedavg, fedntd, fedadkd = (full_size(method) for method in ("FedAvg", "FedNTD", "FedADKD"))
-    for one, other in ((fedntd, fedavg), (fedadkd, fedntd)):
-        means = [
-            statistics.fmean(a - b for a, b in zip(x[-10:], y[-10:], strict=True))
-            for x, y in each(one, other)
-        ]
-        assert min(means) > 0
-        assert "{:.1f}, {:.1f} and {:.1f} points".format(*means) in text
-    leads = [[a - b for a, b in zip(x, y, strict=True)] for x, y in each(fedadkd, fedntd)]
-    assert [sum(lead <= 0 for lead in of_seed[100:]) for of_seed in leads] == [0, 2, 0], (
-        "rounds not above"
-    )
-    assert all(by_fifties(lead) in text for lead in leads)
-    tens = [
-        [accuracy for curve in row for accuracy in curve[-10:]] for row in (fedavg, fedntd, fedadkd)
-    ]
-    assert all(f"{min(ten):.0f} to {max(ten):.0f} %" in text for ten in tens)
+def section(heading: str) -> str:
+    """The section of the page below a heading, with its line breaks."""
+    return PAGE.partition(f"## {heading}")[2].partition("\n## ")[0]
 
 
-def test_fedprox_at_full_size_is_what_the_page_says_of_it() -> None:
-    ((fedprox, fedavg),) = each(full_size("FedProx", seeds=(1,)), full_size("FedAvg", seeds=(1,)))
-    lead = [a - b for a, b in zip(fedprox, fedavg, strict=True)]
-    text = " ".join(PAGE.split())
-    assert f"by {statistics.fmean(lead[-10:]):.1f} points in the mean of the last ten" in text
-    assert by_fifties(lead) in text
+def words(text: str) -> str:
+    """A text without line breaks."""
+    return " ".join(text.split())
 
 
-def test_the_single_rows_of_table_1_at_full_size_are_what_the_page_says_of_them() -> None:
-    text = " ".join(
-        PAGE.partition("## FedADKD, Table I at full size")[2].partition("\n## ")[0].split()
-    )
-    (fedavg,), (fedprox,), (scaffold,) = (
-        full_size(m, (1,), "table1", "s=2") for m in ("FedAvg", "FedProx", "SCAFFOLD")
-    )
-    leads = [[a - b for a, b in zip(one, fedavg, strict=True)] for one in (fedprox, scaffold)]
-    tens = [statistics.fmean(lead[-10:]) for lead in leads]
-    assert f"by {tens[0]:.1f} points in the mean of the last ten rounds" in text
-    assert f"{scaffold[-1]:.1f} %" in text
-    assert f"{tens[1]:.1f} points above FedAvg" in text
-    for lead in leads:
-        assert by_fifties(lead) in text
+def differences(curve: Curve, reference: Curve) -> Curve:
+    """How far a curve is above another one, by round."""
+    return [value - other for value, other in zip(curve, reference, strict=True)]
 
 
-def test_scaffold_at_full_size_is_what_the_page_says_of_it() -> None:
-    (scaffold,) = full_size("SCAFFOLD", seeds=(1,))
-    said = f"it ends at {scaffold[-1]:.1f} %, and is never above {max(scaffold):.1f} %"
-    assert said in " ".join(PAGE.split())
+def leads(curves: list[Curve], references: list[Curve]) -> list[Curve]:
+    """How far the curve of each seed is above that of another method."""
+    return list(map(differences, curves, references))
 
 
-def test_table_1_at_full_size_is_what_the_page_says_of_it() -> None:
-    text = " ".join(
-        PAGE.partition("## FedADKD, Table I at full size")[2].partition("\n## ")[0].split()
-    )
-    fedavg = full_size("FedAvg", (1, 2, 3), "table1", "s=2")
-    fedntd, fedadkd = (full_size(m, (1, 2, 3), "table1", "s=2") for m in ("FedNTD", "FedADKD"))
-    assert "{:.1f}, {:.1f} and {:.1f} %".format(*(curve[-1] for curve in fedavg)) in text
-    tens = [f"{min(curve[-10:]):.0f} to {max(curve[-10:]):.0f}" for curve in fedavg]
-    assert "{} % on the first seed, {} on the second, {} on the third".format(*tens) in text
-    assert (
-        "means are {:.1f}, {:.1f} and {:.1f} %".format(*(statistics.fmean(c[-10:]) for c in fedavg))
-        in text
-    )
-    over_fedavg, over_fedntd = (
-        [[a - b for a, b in zip(x, y, strict=True)] for x, y in each(one, other)]
-        for one, other in ((fedntd, fedavg), (fedadkd, fedntd))
-    )
-    for leads in (over_fedavg, over_fedntd):
-        assert "{:.1f}, {:.1f} and {:.1f}".format(*(lead[-1] for lead in leads)) in text
-        assert (
-            "{:.1f}, {:.1f} and {:.1f}".format(*(statistics.fmean(lead[-10:]) for lead in leads))
-            in text
-        )
-        assert all(by_fifties(lead) in text for lead in leads)
-    assert [sum(v <= 0 for v in lead[100:]) for lead in over_fedntd] == [0, 1, 0], (
-        "rounds not above"
-    )
+def last_ten(curve: Curve) -> float:
+    """The mean of the last ten rounds."""
+    return statistics.fmean(curve[LAST_TEN])
 
 
-def test_the_chain_at_full_size_is_what_the_page_says_of_it() -> None:
-    text = " ".join(
-        PAGE.partition("## SFedKD, Table 1, Fashion-MNIST, at full size")[2]
-        .partition("\n## ")[0]
-        .split()
-    )
-    folder = readable(ROOT / "results" / "sfedkd-table1-full")
-    rows = [
-        read_journal(folder / f"FMNIST_2-.5_{m}/seed1/journal.jsonl")
-        for m in ("FedAvg", "FedSeq", "SFedKD")
-    ]
-    steps = {sum(e.get("steps", 0) for e in events if e["event"] == "client") for events in rows}
-    assert [f"{n:,} steps" in text for n in steps] == [True]
-    curves = [[100 * e["accuracy"] for e in events if e["event"] == "round"] for events in rows]
-    fedavg, fedseq, sfedkd = (
-        [statistics.fmean(c[i : i + 100]) for i in range(0, 1000, 100)] for c in curves
-    )
-    over = [a - b for a, b in zip(fedseq, fedavg, strict=True)]
-    assert f"{min(over):.1f} to {max(over):.1f}" in text
-    both = [f"{a:.1f} and {b:.1f}" for a, b in zip(sfedkd, fedseq, strict=True)]
-    assert all(both[i] in text for i in (0, 1, 5, 9))
-    leads = [a - b for a, b in zip(sfedkd, fedseq, strict=True)]
-    assert min(leads) > 0
-    assert f"by {leads[0]:.1f} points in the first and {leads[-1]:.1f} in the last" in text
+def listed(values: Iterable[float]) -> str:
+    """Three numbers or more in a sentence, with one digit after the point."""
+    *first, last = [f"{value:.1f}" for value in values]
+    return f"{', '.join(first)} and {last}"
 
 
-def test_fedntds_own_table_is_as_far_from_both_papers_as_the_page_says() -> None:
-    section = PAGE.partition("## FedNTD, Table 1, two shards, at full size")[2].partition("\n## ")[
-        0
-    ]
-    rows = [
-        line.strip("| ").split(" | ")
-        for line in section.splitlines()
-        if re.match(r"\| [A-Z]", line)
-    ]
-    ours = [by_round(name) for name, *_ in rows]
-    column = [(name, "CIFAR-10 s=2") for name, *_ in rows]
-    later, own = (
-        [load_recipe(name).published[c].values for c in column]
-        for name in ("fedadkd/table1", "fedntd/table1_sharding")
-    )
-    lower = [
-        name
-        for (name, *_), (accuracy, _), paper in zip(rows, ours, own, strict=True)
-        if accuracy[-1] > paper["accuracy"]
-    ]
-    assert {name for name, *_ in rows} - {*lower} == {"FedNova"}
-    for (_, *numbers), (accuracy, lost), there, paper in zip(rows, ours, later, own, strict=True):
-        shown = [
-            f"{accuracy[-1]:.1f}",
-            f"{there['accuracy']:.2f}",
-            f"{paper['accuracy']:.2f}",
-            f"{lost[-1]:.1f}",
-        ]
-        assert numbers == [*shown, f"{paper['forgetting']:.0f}"]
-
-    def off(papers: list[Mapping[str, float]], round: int, key: str = "accuracy") -> float:
-        values = [one[("accuracy", "forgetting").index(key)][round - 1] for one in ours]
-        return math.sqrt(
-            statistics.fmean((v - p[key]) ** 2 for v, p in zip(values, papers, strict=True))
-        )
-
-    def both(round: int) -> tuple[float, float]:
-        return off(own, round), off(own, round, "forgetting")
-
-    nearest = min(range(2, 201), key=lambda round: math.hypot(*both(round)))
-    away = (
-        f"{off(later, 200):.1f} points from FedADKD's (root mean square) and {off(own, 200):.1f} "
-        "from FedNTD's"
-    )
-    points, in_f = both(nearest)
-    said = (
-        f"ours are {away}. Of our rounds, round {nearest} is nearest to FedNTD's numbers: "
-        f"{points:.1f} points away in accuracy, {in_f:.1f} in F. In the last round, F is "
-        f"{both(200)[1]:.1f} points away."
-    )
-    assert said in " ".join(section.split())
-    assert math.hypot(*both(151)) < math.hypot(*both(nearest)) + 0.1, "as near"
+def by_blocks(curve: Curve, length: int) -> Curve:
+    """The mean of each block of rounds of this length."""
+    starts = range(0, len(curve), length)
+    return [statistics.fmean(curve[start : start + length]) for start in starts]
 
 
-def by_round(method: str) -> tuple[list[float], list[float]]:
-    """Accuracy and F of a row of FedNTD's Table 1, two shards, by round [%]; F of the first round
-    is 0.
-    """
-    journal = (
-        readable(ROOT / "results" / "fedntd-table1-full")
-        / f"CIFAR-10_s=2_{method}"
-        / "seed1"
-        / "journal.jsonl"
-    )
-    rounds = [e for e in read_journal(journal) if e["event"] == "round"]
-    return [100 * e["accuracy"] for e in rounds], [100 * e["forgetting"] for e in rounds]
+def by_fifties(lead: Curve) -> str:
+    """The means of each fifty rounds, in a sentence."""
+    return listed(by_blocks(lead, 50))
 
 
-def by_fifties(lead: list[float]) -> str:
-    return "{}, {}, {} and {}".format(
-        *(f"{statistics.fmean(lead[i : i + 50]):.1f}" for i in range(0, 200, 50))
-    )
+def rounds_not_above(lead: Curve) -> int:
+    """In how many of the last hundred rounds a curve is not above the other."""
+    return sum(value <= 0 for value in lead[100:])
+
+
+def accuracy_curve(journal: Path) -> Curve:
+    """The accuracy [%] of a run by round."""
+    events = read_journal(journal)
+    return [100 * event["accuracy"] for event in events if event["event"] == "round"]
 
 
 def full_size(
     method: str, seeds: tuple[int, ...] = (1, 2, 3), table: str = "table2", column: str = ".1"
-) -> list[list[float]]:
+) -> list[Curve]:
     """The accuracies [%] by round of each seed of a row of a table of FedADKD's at full size."""
     row = readable(ROOT / "results" / f"fedadkd-{table}-full") / f"CIFAR-10_{column}_{method}"
-    journals = [read_journal(row / f"seed{seed}" / "journal.jsonl") for seed in seeds]
-    curves = [[100 * e["accuracy"] for e in events if e["event"] == "round"] for events in journals]
+    curves = [accuracy_curve(row / f"seed{seed}" / "journal.jsonl") for seed in seeds]
     assert [len(curve) for curve in curves] == [200] * len(seeds)
     return curves
 
 
-def each(one: list[list[float]], other: list[list[float]]) -> list[tuple[list[float], list[float]]]:
-    return list(zip(one, other, strict=True))
+def test_the_leads_at_full_size_are_those_of_the_page() -> None:
+    text = words(PAGE)
+    fedavg = full_size("FedAvg")
+    fedntd = full_size("FedNTD")
+    fedadkd = full_size("FedADKD")
+    over_fedavg = leads(fedntd, fedavg)
+    over_fedntd = leads(fedadkd, fedntd)
+
+    for lead_by_seed in (over_fedavg, over_fedntd):
+        means = list(map(last_ten, lead_by_seed))
+        assert min(means) > 0
+        assert f"{listed(means)} points" in text
+
+    assert list(map(rounds_not_above, over_fedntd)) == [0, 2, 0]
+    for lead in over_fedntd:
+        assert by_fifties(lead) in text
+
+    for curves in (fedavg, fedntd, fedadkd):
+        accuracies = list(chain.from_iterable(curve[LAST_TEN] for curve in curves))
+        assert f"{min(accuracies):.0f} to {max(accuracies):.0f} %" in text
+
+
+def test_fedprox_at_full_size_is_that_of_the_page() -> None:
+    (fedprox,) = full_size("FedProx", seeds=(1,))
+    (fedavg,) = full_size("FedAvg", seeds=(1,))
+    lead = differences(fedprox, fedavg)
+    text = words(PAGE)
+    assert f"by {last_ten(lead):.1f} points in the mean of the last ten" in text
+    assert by_fifties(lead) in text
+
+
+TABLE_1 = "FedADKD, Table I at full size"
+
+
+def test_the_single_rows_of_table_1_at_full_size_are_those_of_the_page() -> None:
+    text = words(section(TABLE_1))
+    (fedavg,) = full_size("FedAvg", (1,), "table1", "s=2")
+    (fedprox,) = full_size("FedProx", (1,), "table1", "s=2")
+    (scaffold,) = full_size("SCAFFOLD", (1,), "table1", "s=2")
+    lead_of_fedprox = differences(fedprox, fedavg)
+    lead_of_scaffold = differences(scaffold, fedavg)
+
+    fedprox_points = last_ten(lead_of_fedprox)
+    assert f"by {fedprox_points:.1f} points in the mean of the last ten rounds" in text
+    assert by_fifties(lead_of_fedprox) in text
+
+    assert f"{scaffold[-1]:.1f} %" in text
+    assert f"{last_ten(lead_of_scaffold):.1f} points above FedAvg" in text
+    assert by_fifties(lead_of_scaffold) in text
+
+
+def test_scaffold_at_full_size_is_that_of_the_page() -> None:
+    (scaffold,) = full_size("SCAFFOLD", seeds=(1,))
+    sentence = f"it ends at {scaffold[-1]:.1f} %, and is never above {max(scaffold):.1f} %"
+    assert sentence in words(PAGE)
+
+
+def test_table_1_at_full_size_is_that_of_the_page() -> None:
+    text = words(section(TABLE_1))
+    fedavg = full_size("FedAvg", table="table1", column="s=2")
+    fedntd = full_size("FedNTD", table="table1", column="s=2")
+    fedadkd = full_size("FedADKD", table="table1", column="s=2")
+
+    assert f"{listed(curve[-1] for curve in fedavg)} %" in text
+    first, second, third = [
+        f"{min(curve[LAST_TEN]):.0f} to {max(curve[LAST_TEN]):.0f}" for curve in fedavg
+    ]
+    assert f"{first} % on the first seed, {second} on the second, {third} on the third" in text
+    assert f"means are {listed(map(last_ten, fedavg))} %" in text
+
+    over_fedntd = leads(fedadkd, fedntd)
+    for lead_by_seed in (leads(fedntd, fedavg), over_fedntd):
+        assert listed(lead[-1] for lead in lead_by_seed) in text
+        assert listed(map(last_ten, lead_by_seed)) in text
+        for lead in lead_by_seed:
+            assert by_fifties(lead) in text
+    assert list(map(rounds_not_above, over_fedntd)) == [0, 1, 0]
+
+
+def chain_journal(method: str) -> Path:
+    """The journal of a row of SFedKD's Table 1."""
+    folder = readable(ROOT / "results" / "sfedkd-table1-full")
+    return folder / f"FMNIST_2-.5_{method}" / "seed1" / "journal.jsonl"
+
+
+def client_steps(journal: Path) -> int:
+    """The number of batches that the clients of a run trained on."""
+    clients = [event for event in read_journal(journal) if event["event"] == "client"]
+    return sum(event.get("steps", 0) for event in clients)
+
+
+def test_the_chain_at_full_size_is_that_of_the_page() -> None:
+    text = words(section("SFedKD, Table 1, Fashion-MNIST, at full size"))
+    journals = [chain_journal(method) for method in ("FedAvg", "FedSeq", "SFedKD")]
+
+    (steps,) = {client_steps(journal) for journal in journals}
+    assert f"{steps:,} steps" in text
+
+    curves = [accuracy_curve(journal) for journal in journals]
+    assert [len(curve) for curve in curves] == [1000, 1000, 1000]
+    fedavg, fedseq, sfedkd = [by_blocks(curve, 100) for curve in curves]
+    over_fedavg = differences(fedseq, fedavg)
+    assert f"{min(over_fedavg):.1f} to {max(over_fedavg):.1f}" in text
+    for block in (0, 1, 5, 9):
+        assert f"{sfedkd[block]:.1f} and {fedseq[block]:.1f}" in text
+    lead = differences(sfedkd, fedseq)
+    assert min(lead) > 0
+    assert f"by {lead[0]:.1f} points in the first and {lead[-1]:.1f} in the last" in text
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A row of FedNTD's Table 1, two shards: its cells on the page, our run, and both papers.
+
+    accuracy, forgetting: [%] by round; the forgetting of round 1 is 0. fedntd, fedadkd: the numbers
+    of this row in the paper of FedNTD, and in that of FedADKD.
+    """
+
+    method: str
+    cells: list[str]
+    accuracy: Curve
+    forgetting: Curve
+    fedntd: Mapping[str, float]
+    fedadkd: Mapping[str, float]
+
+
+def table_row(method: str, cells: list[str]) -> TableRow:
+    """The row of a method, whose cells on the page these are."""
+    folder = readable(ROOT / "results" / "fedntd-table1-full")
+    journal = folder / f"CIFAR-10_s=2_{method}" / "seed1" / "journal.jsonl"
+    rounds = [event for event in read_journal(journal) if event["event"] == "round"]
+    column = (method, "CIFAR-10 s=2")
+    return TableRow(
+        method=method,
+        cells=cells,
+        accuracy=[100 * event["accuracy"] for event in rounds],
+        forgetting=[100 * event["forgetting"] for event in rounds],
+        fedntd=load_recipe("fedntd/table1_sharding").published[column].values,
+        fedadkd=load_recipe("fedadkd/table1").published[column].values,
+    )
+
+
+FEDNTD_TABLE = "FedNTD, Table 1, two shards, at full size"
+
+
+@pytest.fixture(scope="module")
+def fedntd_rows() -> list[TableRow]:
+    """The rows of the page's table with FedNTD's Table 1."""
+    rows = []
+    for line in section(FEDNTD_TABLE).splitlines():
+        if re.match(r"\| [A-Z]", line):
+            method, *cells = line.strip("| ").split(" | ")
+            rows.append(table_row(method, cells))
+    return rows
+
+
+def root_mean_square(values: Iterable[float]) -> float:
+    """The root of the mean of the squares."""
+    return math.sqrt(statistics.fmean(value**2 for value in values))
+
+
+def accuracy_distance(rows: Sequence[TableRow], round: int) -> float:
+    """How far our accuracies after a round are from those of FedNTD's paper."""
+    return root_mean_square(row.accuracy[round - 1] - row.fedntd["accuracy"] for row in rows)
+
+
+def forgetting_distance(rows: Sequence[TableRow], round: int) -> float:
+    """How far our forgetting after a round is from that of FedNTD's paper."""
+    return root_mean_square(row.forgetting[round - 1] - row.fedntd["forgetting"] for row in rows)
+
+
+def distance(rows: Sequence[TableRow], round: int) -> float:
+    """How far accuracy and forgetting after a round are from FedNTD's paper."""
+    return math.hypot(accuracy_distance(rows, round), forgetting_distance(rows, round))
+
+
+def test_fedntds_table_shows_our_numbers_and_those_of_both_papers(
+    fedntd_rows: list[TableRow],
+) -> None:
+    for row in fedntd_rows:
+        assert row.cells == [
+            f"{row.accuracy[-1]:.1f}",
+            f"{row.fedadkd['accuracy']:.2f}",
+            f"{row.fedntd['accuracy']:.2f}",
+            f"{row.forgetting[-1]:.1f}",
+            f"{row.fedntd['forgetting']:.0f}",
+        ]
+
+    not_above = [row for row in fedntd_rows if row.accuracy[-1] <= row.fedntd["accuracy"]]
+    assert [row.method for row in not_above] == ["FedNova"]
+
+
+def test_fedntds_table_is_as_far_from_both_papers_as_the_page_states(
+    fedntd_rows: list[TableRow],
+) -> None:
+    rows = fedntd_rows
+    from_fedadkd = root_mean_square(row.accuracy[-1] - row.fedadkd["accuracy"] for row in rows)
+    from_fedntd = accuracy_distance(rows, 200)
+    nearest = min(range(2, 201), key=lambda round: distance(rows, round))
+
+    sentences = (
+        f"ours are {from_fedadkd:.1f} points from FedADKD's (root mean square) and "
+        f"{from_fedntd:.1f} from FedNTD's. "
+        f"Of our rounds, round {nearest} is nearest to FedNTD's numbers: "
+        f"{accuracy_distance(rows, nearest):.1f} points away in accuracy, "
+        f"{forgetting_distance(rows, nearest):.1f} in F. "
+        f"In the last round, F is {forgetting_distance(rows, 200):.1f} points away."
+    )
+    assert sentences in words(section(FEDNTD_TABLE))
+    assert distance(rows, 151) < distance(rows, nearest) + 0.1, "as near"
