@@ -1,4 +1,4 @@
-"""Given times of two trees: their ratio, its interval, and the verdict on it."""
+"""From the times of two trees: their ratio, its confidence interval, and the verdict."""
 
 import math
 
@@ -7,25 +7,38 @@ from benchmarks.beside.ratios import Pair, Verdict, ratio_of
 
 
 def pairs_with(ratios):
+    """Pairs of times with these ratios, each pair of another length."""
     return [Pair(rev=seconds, working=seconds * ratio) for seconds, ratio in enumerate(ratios, 1)]
 
 
 def test_a_ratio_is_the_working_tree_over_rev_pair_by_pair():
-    result = ratio_of([Pair(rev=1, working=2), Pair(rev=10, working=11), Pair(rev=4, working=6)])
-    assert (result.rev, result.working, result.median) == (4, 6, 1.5)
+    """The ratios are 2, 1.1 and 1.5. Each number of the result is a median."""
+    pairs = [Pair(rev=1, working=2), Pair(rev=10, working=11), Pair(rev=4, working=6)]
+    result = ratio_of(pairs)
+    assert result.rev == 4
+    assert result.working == 6
+    assert result.median == 1.5
+
+
+def coverage(count, low, high):
+    """The probability that the median is between the order statistics of these ranks, from 0: that
+    of more than ``low`` and at most ``high`` of ``count`` values below it.
+    """
+    cases = [math.comb(count, below) for below in range(low + 1, high + 1)]
+    return sum(cases) / 2**count
 
 
 @pytest.mark.parametrize("count", [6, 7, 8, 9, 10, 20])
-def test_the_interval_has_the_confidence_and_a_rank_less_at_both_ends_has_not(count):
+def test_the_interval_is_the_narrowest_with_the_confidence(count):
     ratios = [1 + index / 100 for index in range(count)]
     result = ratio_of(pairs_with(reversed(ratios)))
-    low = min(range(count), key=lambda rank: abs(ratios[rank] - result.low))
-    high = min(range(count), key=lambda rank: abs(ratios[rank] - result.high))
-    coverage = sum(math.comb(count, below) for below in range(low + 1, high + 1)) / 2**count
-    narrower = sum(math.comb(count, below) for below in range(low + 2, high)) / 2**count
+
+    low = round(100 * (result.low - 1))
+    high = round(100 * (result.high - 1))
     assert result.low == pytest.approx(ratios[low])
     assert result.high == pytest.approx(ratios[high])
-    assert coverage >= 0.95 > narrower
+    assert coverage(count, low, high) >= 0.95
+    assert coverage(count, low + 1, high - 1) < 0.95
 
 
 @pytest.mark.parametrize(

@@ -1,48 +1,58 @@
-"""Cuts of a training set: by class, by domain, and drift; whole-number transforms."""
+"""Streams of tasks: by class, by domain, and drift; and transformations in integer arithmetic."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from fedstill.continual.streams import class_stream, domain_stream, drift_stream
 from fedstill.core.errors import ConfigError
 
 LABELS = np.arange(200) % 10
+"""Twenty examples of each of ten classes."""
+SITES = np.arange(200) // 100
+"""A column of the data with two values."""
+
+
+def class_order(tasks: int, seed: int = 0, **fields: Any) -> tuple[tuple[int, ...], ...]:
+    """The classes of each task."""
+    return class_stream(LABELS, tasks, seed, 10, **fields).classes
 
 
 def test_classes_are_divided_and_each_example_follows_its_class() -> None:
     cut = class_stream(LABELS, 4, 3, 10)
-    assert [len(own) for own in cut.classes] == [3, 3, 2, 2]
-    assert sorted(c for own in cut.classes for c in own) == list(range(10))
+
+    assert [len(task_classes) for task_classes in cut.classes] == [3, 3, 2, 2]
+    assert sorted(c for task_classes in cut.classes for c in task_classes) == list(range(10))
     assert cut.task is not None
-    for task, own in enumerate(cut.classes):
-        assert set(LABELS[cut.task == task]) == set(own)
+    for task, task_classes in enumerate(cut.classes):
+        assert set(LABELS[cut.task == task]) == set(task_classes)
 
 
-def test_the_orders() -> None:
-    assert class_stream(LABELS, 5, 3, 10, order="given").classes == (
-        (0, 1),
-        (2, 3),
-        (4, 5),
-        (6, 7),
-        (8, 9),
-    )
-    legacy = [c for own in class_stream(LABELS, 5, 1993, 10, order="legacy").classes for c in own]
-    assert legacy == np.random.RandomState(1993).permutation(10).tolist()
-    assert class_stream(LABELS, 3, 0, 10, order="given", first=6).classes == (
-        (0, 1, 2, 3, 4, 5),
-        (6, 7),
-        (8, 9),
-    )
-    assert class_stream(LABELS, 5, 0, 10).classes != class_stream(LABELS, 5, 1, 10).classes
+def test_the_given_order_is_that_of_the_class_numbers() -> None:
+    assert class_order(5, order="given") == ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
+    with_larger_first_task = ((0, 1, 2, 3, 4, 5), (6, 7), (8, 9))
+    assert class_order(3, order="given", first=6) == with_larger_first_task
+
+
+def test_other_orders_are_drawn_from_the_seed_or_written() -> None:
+    legacy = class_order(5, seed=1993, order="legacy")
+    permutation = np.random.RandomState(1993).permutation(10)
+    assert np.concatenate(legacy).tolist() == permutation.tolist()
+
+    assert class_order(5, seed=0) != class_order(5, seed=1)
+
     written = ((9, 0), (1, 2, 3), (4, 5, 6, 7, 8))
-    assert class_stream(LABELS, 3, 0, 10, order=written).classes == written
+    assert class_order(3, order=written) == written
 
 
 @pytest.mark.parametrize(
-    ("tasks", "fields", "said"),
+    ("tasks", "fields", "message"),
     [
         (11, {}, r"stream\.tasks"),
         (3, {"first": 9}, r"stream\.first"),
@@ -50,32 +60,46 @@ def test_the_orders() -> None:
         (2, {"order": ((0, 1), (1, 2))}, r"stream\.order"),
     ],
 )
-def test_class_orders_that_cannot_be(tasks: int, fields: dict, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        class_stream(LABELS, tasks, 0, 10, **fields)
+def test_an_impossible_class_order_is_refused(
+    tasks: int, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        class_order(tasks, **fields)
 
 
 def test_examples_of_domains_are_stratified() -> None:
+    """Each of four tasks has five of the twenty examples of every class."""
     cut = domain_stream(LABELS, None, 4, 0, 10, transform="permute")
     assert cut.task is not None
-    assert all(
-        np.bincount(LABELS[cut.task == t], minlength=10).tolist() == [5] * 10 for t in range(4)
-    )
+    for task in range(4):
+        assert np.bincount(LABELS[cut.task == task], minlength=10).tolist() == [5] * 10
+
+
+def test_every_task_may_have_all_examples() -> None:
     assert domain_stream(LABELS, None, 4, 0, 10, transform="permute", share="all").task is None
 
 
-def test_domains_of_a_column() -> None:
-    cut = domain_stream(LABELS, np.arange(200) // 100, 2, 0, 10, column="site")
+def test_each_value_of_a_column_is_a_task() -> None:
+    cut = domain_stream(LABELS, SITES, 2, 0, 10, column="site")
     assert cut.task is not None
     assert cut.task.tolist() == [0] * 100 + [1] * 100
-    with pytest.raises(ConfigError, match=r"stream\.tasks = 2"):
-        domain_stream(LABELS, np.arange(200) // 100, 5, 0, 10, column="site")
-    with pytest.raises(ConfigError, match="no such column"):
-        domain_stream(LABELS, None, 2, 0, 10, column="site")
-    with pytest.raises(ConfigError, match=r"stream\.column"):
-        domain_stream(LABELS, None, 2, 0, 10)
-    with pytest.raises(ConfigError, match=r"stream\.tasks"):
-        domain_stream(LABELS, None, 5, 0, 10, transform="rotate90")
+
+
+@pytest.mark.parametrize(
+    ("domains", "tasks", "fields", "message"),
+    [
+        (SITES, 5, {"column": "site"}, r"stream\.tasks = 2"),
+        (None, 2, {"column": "site"}, "no such column"),
+        (None, 2, {}, r"stream\.column"),
+        (None, 5, {"transform": "rotate90"}, r"stream\.tasks"),
+    ],
+    ids=["too many tasks", "no column", "neither", "a fifth turn"],
+)
+def test_impossible_domains_are_refused(
+    domains: NDArray[np.int64] | None, tasks: int, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        domain_stream(LABELS, domains, tasks, 0, 10, **fields)
 
 
 IMAGES = torch.randint(
@@ -83,30 +107,46 @@ IMAGES = torch.randint(
 )
 
 
-@pytest.mark.parametrize("name", ["rotate90", "permute", "invert", "blur", "noise"])
-def test_transforms_are_whole_numbers_of_the_same_shape(name: str) -> None:
-    first, second = domain_stream(LABELS, None, 2, 0, 10, transform=name).transforms  # type: ignore[arg-type]
+def second_transform(name: str, tasks: int = 2) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The transformation of the second task; the first one has the original images."""
+    cut = domain_stream(LABELS, None, tasks, 0, 10, transform=name)  # type: ignore[arg-type]
+    first, second, *_ = cut.transforms
     assert first is None
     assert second is not None
-    shown = second(IMAGES)
-    assert (shown.dtype, shown.shape) == (torch.uint8, IMAGES.shape)
-    assert not torch.equal(shown, IMAGES)
-    assert torch.equal(second(IMAGES), shown)
-    assert torch.equal(second(IMAGES[1:2]), shown[1:2])  # each image by itself
+    return second
 
 
-def test_four_turns_are_the_identity_and_a_permutation_keeps_every_histogram() -> None:
-    _, turn, *_ = domain_stream(LABELS, None, 4, 0, 10, transform="rotate90").transforms
-    assert turn is not None
-    assert torch.equal(turn(turn(turn(turn(IMAGES)))), IMAGES)
-    _, permuted = domain_stream(LABELS, None, 2, 0, 10, transform="permute").transforms
-    assert permuted is not None
-    assert torch.equal(permuted(IMAGES).flatten(2).sort().values, IMAGES.flatten(2).sort().values)
-    _, inverted = domain_stream(LABELS, None, 2, 0, 10, transform="invert").transforms
-    assert inverted is not None
-    assert torch.equal(inverted(inverted(IMAGES)), IMAGES)
+@pytest.mark.parametrize("name", ["rotate90", "permute", "invert", "blur", "noise"])
+def test_a_transformation_returns_other_bytes_of_the_same_shape(name: str) -> None:
+    transform = second_transform(name)
+    transformed = transform(IMAGES)
+
+    assert transformed.dtype == torch.uint8
+    assert transformed.shape == IMAGES.shape
+    assert not torch.equal(transformed, IMAGES)
+    assert torch.equal(transform(IMAGES), transformed)
+    assert torch.equal(transform(IMAGES[1:2]), transformed[1:2]), "images do not depend on others"
+
+
+def test_four_turns_are_the_identity() -> None:
+    turn = second_transform("rotate90", tasks=4)
+    images = IMAGES
+    for _ in range(4):
+        images = turn(images)
+    assert torch.equal(images, IMAGES)
     with pytest.raises(ConfigError, match="square"):
         turn(IMAGES[:, :, :, :5])
+
+
+def test_a_permutation_keeps_every_histogram() -> None:
+    permuted = second_transform("permute")(IMAGES)
+    sorted_pixels = IMAGES.flatten(2).sort().values
+    assert torch.equal(permuted.flatten(2).sort().values, sorted_pixels)
+
+
+def test_two_inversions_are_the_identity() -> None:
+    invert = second_transform("invert")
+    assert torch.equal(invert(invert(IMAGES)), IMAGES)
 
 
 @pytest.mark.parametrize(
