@@ -1,4 +1,4 @@
-"""Configurations that cannot be: one line, the key at fault, its value, and what to write
+"""Configs with a mistake are refused in one line: the wrong key, its value, and what to write
 instead.
 """
 
@@ -121,16 +121,21 @@ def test_a_typo_is_answered_with_the_nearest_legal_name(
         ("seed = " + "9" * 5000, "not valid TOML"),
     ],
 )
-def test_what_is_wrong_is_one_line_with_the_key_and_the_value(
+def test_a_wrong_value_is_refused_in_one_line_with_its_key(
     text: str, words: str, tmp_path: Path
 ) -> None:
     assert re.search(words, problem(text, tmp_path))
 
 
-def test_all_that_is_wrong_in_a_table_is_said_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_of_a_table_are_reported_together(tmp_path: Path) -> None:
     message = problem("[plan]\nlr = -1.0\nbatch = 0\nepoch = 3", tmp_path)
-    assert all(words in message for words in ("plan.lr = -1.0", "plan.batch = 0", "unknown key"))
-    assert message.count("threads") == 0
+    assert "plan.lr = -1.0" in message
+    assert "plan.batch = 0" in message
+    assert "unknown key" in message
+    assert "threads" not in message
+
+
+def test_a_mistake_is_reported_once(tmp_path: Path) -> None:
     assert problem("threads = 'x'", tmp_path).count("threads = ") == 1
 
 
@@ -146,11 +151,12 @@ def test_all_that_is_wrong_in_a_table_is_said_at_once(tmp_path: Path) -> None:
         (".=1", "unknown key"),
     ],
 )
-def test_an_override_that_cannot_be_is_named(override: str, words: str, tmp_path: Path) -> None:
-    assert re.search(words, problem("seed = 3\n[method]\nname = 'fedntd'", tmp_path, override))
+def test_a_wrong_override_is_named(override: str, words: str, tmp_path: Path) -> None:
+    message = problem("seed = 3\n[method]\nname = 'fedntd'", tmp_path, override)
+    assert re.search(words, message)
 
 
-def test_a_config_that_is_not_there_or_not_text_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_a_folder_and_a_binary_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml"):
         load(tmp_path / "nowhere.toml")
     with pytest.raises(ConfigError, match="cannot read the config"):
@@ -204,11 +210,12 @@ def test_a_config_that_is_not_there_or_not_text_is_named(tmp_path: Path) -> None
         ),
     ],
 )
-def test_what_the_data_cannot_give_is_refused_before_anything_is_trained(
+def test_settings_that_do_not_fit_the_data_are_refused_before_training(
     changes: dict[str, Any], error: type[Exception], words: str, tmp_path: Path
 ) -> None:
+    experiment = toys.toy(**{"rounds": 1, **changes})
     with pytest.raises(error, match=words) as caught:
-        run(toys.toy(**{"rounds": 1, **changes}), tmp_path / "run", data=toys.blobs())
+        run(experiment, tmp_path / "run", data=toys.blobs())
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
 

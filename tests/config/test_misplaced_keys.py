@@ -1,5 +1,5 @@
-"""A key in a table that lacks it: the message names the one that was meant, or what is amiss in
-one's own class.
+"""A key in a table that lacks it: the message names the key that was probably meant, or the mistake
+in a user's class.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def problem(text: str, folder: Path, *overrides: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("clients = 4", "clients = 4 must be a table, [clients]; did you mean 'topology.clients'?"),
         ("lr = 0.1", "unknown key 'lr'; did you mean 'plan.lr'?"),
@@ -108,12 +108,12 @@ def problem(text: str, folder: Path, *overrides: str) -> str:
         ("[data]\nzzz = 1", "unknown key 'data.zzz'; choose one of "),
     ],
 )
-def test_the_key_of_another_table_is_named(text: str, said: str, tmp_path: Path) -> None:
-    assert said in problem(text, tmp_path)
+def test_the_key_of_another_table_is_named(text: str, message: str, tmp_path: Path) -> None:
+    assert message in problem(text, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("train.lr=0.1", "unknown key 'train'; did you mean the table [plan]?"),
         ("lr=0.1", "unknown key 'lr'; did you mean 'plan.lr'?"),
@@ -121,19 +121,21 @@ def test_the_key_of_another_table_is_named(text: str, said: str, tmp_path: Path)
         ("data.rounds=4", "unknown key 'data.rounds'; did you mean 'rounds' (before all tables)?"),
     ],
 )
-def test_so_it_is_for_a_value_on_the_command_line(override: str, said: str, tmp_path: Path) -> None:
-    assert said in problem("", tmp_path, override)
+def test_the_key_of_another_table_is_named_for_an_override_too(
+    override: str, message: str, tmp_path: Path
+) -> None:
+    assert message in problem("", tmp_path, override)
 
 
 @pytest.mark.parametrize("override", ["model.hiden=[3]", "plan=3", "plan.train=3", "stop=3"])
-def test_there_is_advice_where_no_other_key_is_likely(override: str) -> None:
+def test_there_is_advice_even_if_no_other_key_is_likely(override: str) -> None:
     with pytest.raises(WrongConfig) as caught:
         resolve(load(None, (override,)))
     (found,) = caught.value.problems
     assert found.key == override.partition("=")[0]
     assert found.hint
     assert found.hint == found.hint.strip()
-    assert "device" not in found.hint, "keys outside all tables are not those of this one"
+    assert "device" not in found.hint, "a key before all tables is no key of this table"
 
 
 METHOD = """
@@ -144,48 +146,49 @@ import fedstill
 class Mine(fedstill.Method):
     '''Averaging.'''
     topology: ClassVar[str] = "parallel"
-    beta{kind} = 0.5
+    beta{annotation} = 0.5
 
 class Heir(Mine):
     '''The same.'''
 """
 
 
-def method(folder: Path, above: str, kind: str) -> None:
-    (folder / "mine.py").write_text(METHOD.format(above=above, kind=kind))
+def write_method(folder: Path, above: str, annotation: str) -> None:
+    """Write a user's method, with a line above its class and an annotation of its field."""
+    (folder / "mine.py").write_text(METHOD.format(above=above, annotation=annotation))
 
 
 @pytest.mark.parametrize("name", ["Mine", "Heir"])
 @pytest.mark.parametrize("value", ["beta = 0.3", ""])
-def test_a_method_of_ones_own_without_dataclass_is_told_so(
+def test_a_method_that_is_no_dataclass_is_refused_with_advice(
     name: str, value: str, tmp_path: Path
 ) -> None:
-    method(tmp_path, above="", kind=": float")
-    said = problem(f"[method]\nname = 'mine.py:{name}'\n{value}", tmp_path)
-    assert said == (
+    write_method(tmp_path, above="", annotation=": float")
+    message = (
         "method Mine (mine.py, line 6) has fields (beta) that no config can set: "
         "write @dataclass(frozen=True) above its class"
     )
+    assert problem(f"[method]\nname = 'mine.py:{name}'\n{value}", tmp_path) == message
 
 
-def test_a_field_without_a_type_is_told_so(tmp_path: Path) -> None:
-    method(tmp_path, above="@dataclass(frozen=True)", kind="")
-    said = problem("[method]\nname = 'mine.py:Mine'\nbeta = 0.3", tmp_path)
-    assert said.endswith(
+def test_a_field_without_a_type_is_refused_with_advice(tmp_path: Path) -> None:
+    write_method(tmp_path, above="@dataclass(frozen=True)", annotation="")
+    message = (
         "unknown key 'method.beta'; class Mine sets it without a type annotation; write "
         "beta: float = 0.5"
     )
+    assert problem("[method]\nname = 'mine.py:Mine'\nbeta = 0.3", tmp_path).endswith(message)
 
 
-def test_a_class_that_is_as_it_should_be_is_taken(tmp_path: Path) -> None:
-    method(tmp_path, above="@dataclass(frozen=True)", kind=": float")
+def test_a_subclass_of_a_valid_method_has_its_fields(tmp_path: Path) -> None:
+    write_method(tmp_path, above="@dataclass(frozen=True)", annotation=": float")
     (tmp_path / "right.toml").write_text("[method]\nname = 'mine.py:Heir'\nbeta = 0.3")
     assert resolve(load(tmp_path / "right.toml")).named.method.values == {"beta": 0.3}
 
 
-def test_a_parameter_of_a_function_is_no_key(tmp_path: Path) -> None:
+def test_a_parameter_of_a_users_data_function_is_no_key(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def data(stations=6): ...")
     config = "[data]\nname = 'mine.py:data'"
-    said = problem(config, tmp_path, "data.stations=3")
-    assert "a config cannot set 'stations' of mine.py:data" in said
+    message = problem(config, tmp_path, "data.stations=3")
+    assert "a config cannot set 'stations' of mine.py:data" in message
     assert "choose one of" in problem(config, tmp_path, "data.station=3")
