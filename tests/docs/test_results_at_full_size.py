@@ -40,7 +40,8 @@ def words(text: str) -> str:
 
 def differences(curve: Curve, reference: Curve) -> Curve:
     """How far a curve is above another one, by round."""
-    return [value - other for value, other in zip(curve, reference, strict=True)]
+    pairs = zip(curve, reference, strict=True)
+    return [value - reference_value for value, reference_value in pairs]
 
 
 def leads(curves: list[Curve], references: list[Curve]) -> list[Curve]:
