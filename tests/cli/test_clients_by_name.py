@@ -35,6 +35,7 @@ column = "hospital"
 
 
 def write_rows(path: Path) -> None:
+    """Write a table of 240 patients in three hospitals."""
     draw = random.Random(0)
     lines = ["age,pressure,hospital,label"]
     for row in range(240):
@@ -64,62 +65,68 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def _in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory has the two runs over hospitals."""
     monkeypatch.chdir(folder)
-    return folder
 
 
+@pytest.mark.usefixtures("_in_folder")
 @pytest.mark.parametrize("name", ["2", "Šibenik", DECOMPOSED])
-def test_names_and_numbers_are_one_client(name: str, here: Path) -> None:
+def test_names_and_numbers_are_one_client(name: str) -> None:
     assert parse_client_number(Path("together"), name) == 2
 
 
-def test_an_unknown_name_comes_with_the_nearest(here: Path) -> None:
+@pytest.mark.usefixtures("_in_folder")
+def test_an_unknown_name_comes_with_the_nearest() -> None:
     with pytest.raises(UnknownName, match="Šibenik"):
         parse_client_number(Path("together"), "Sibenik")
 
 
-def test_names_of_classes_match_in_any_form(here: Path) -> None:
+@pytest.mark.usefixtures("_in_folder")
+def test_names_of_classes_match_in_any_form() -> None:
     classes = ["Ärger", unicodedata.normalize("NFD", "Ärger")]
     first, second = parse_class_numbers(Path("together"), classes)
     assert first == second
 
 
+@pytest.mark.usefixtures("_in_folder")
 @pytest.mark.uses("attribution")
 @pytest.mark.parametrize("name", ["Šibenik", DECOMPOSED, "2"])
-def test_why_takes_a_name(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_takes_a_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--class", "well", "--without", name, "--rounds", "1", "-q"]
     assert call(["why", "together", *words]) == 0
     assert "Šibenik (2)" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("_in_folder")
 @pytest.mark.uses("attribution")
-def test_why_names_the_client_that_is_not_there(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_why_names_the_client_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["why", "together", "--without", "Split"]) == 2
     assert "'Split'" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("_in_folder")
 @pytest.mark.uses("attribution")
-def test_why_takes_worst_without_a_number(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_takes_worst_without_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["why", "together", "--worst", "2", "-q"]) == 0
-    two = capsys.readouterr().out
+    worst_two = capsys.readouterr().out
     assert call(["why", "--worst", "together", "-q"]) == 0
-    assert len(capsys.readouterr().out) > len(two)
+    assert len(capsys.readouterr().out) > len(worst_two)
     assert call(["why", "together", "-q", "--worst"]) == 0
 
 
+@pytest.mark.usefixtures("_in_folder")
 @pytest.mark.uses("querying")
-def test_query_takes_a_name(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_query_takes_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--classes", "well", "-s", "plan.transfer.epochs=1", "-s", "plan.refine.epochs=1"]
     assert call(["query", "alone", "--client", DECOMPOSED, *words]) == 0
     assert "alone-client2-asked" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("_in_folder")
 @pytest.mark.uses("export")
 def test_export_and_load_model_take_a_name(
-    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(["export", "alone", "--folder", str(tmp_path / "m"), "--client", DECOMPOSED]) == 0
     by_number = fedstill.load_model("alone", client=2)

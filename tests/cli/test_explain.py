@@ -1,4 +1,4 @@
-"""``fedstill explain``: what it imports, what it counts, and a federation of real sites."""
+"""``fedstill explain``: its imports, its numbers of examples, and federations of real sites."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ ROWS = 900
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, which is empty."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -30,30 +32,31 @@ import json
 import sys
 from fedstill.cli import call
 
-before = set()
+known = set()
 imported = []
 for words in json.loads(sys.argv[1]):
     if code := call(["explain", *words]):
         sys.exit(code)
-    imported.append(sorted(set(sys.modules) - before))
-    before = set(sys.modules)
+    imported.append(sorted(set(sys.modules) - known))
+    known = set(sys.modules)
 print(json.dumps(imported))
 """
 
 
 def imported(folder: Path, *commands: list[str]) -> list[set[str]]:
     """The modules that each ``fedstill explain`` imports, one after another in one process."""
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(commands)],
         cwd=folder,
         capture_output=True,
         text=True,
         check=True,
     )
-    return [set(names) for names in json.loads(done.stdout.splitlines()[-1])]
+    return [set(names) for names in json.loads(completed.stdout.splitlines()[-1])]
 
 
 def write_table(path: Path) -> None:
+    """Write a table of patients in three hospitals."""
     rng = np.random.default_rng(0)
     lines = ["age,pressure,hospital,label"]
     for row in range(ROWS):
@@ -63,9 +66,10 @@ def write_table(path: Path) -> None:
 
 
 def write_images(path: Path) -> None:
+    """Write random images of three classes."""
     rng = np.random.default_rng(0)
     arrays = {}
-    for split, count in (("train", 90), ("test", 30)):
+    for split, count in {"train": 90, "test": 30}.items():
         arrays[f"{split}_images"] = rng.integers(0, 256, (count, 8, 8), dtype=np.uint8)
         arrays[f"{split}_labels"] = rng.integers(0, 3, (count, 1), dtype=np.uint8)
     np.savez(path, **arrays)
@@ -130,37 +134,54 @@ def test_a_simulated_federation_is_explained(
 TRAINED = re.compile(r"data: ([\d,]+)(?: of ([\d,]+))? examples to train on")
 
 
-def trained_on(capsys: pytest.CaptureFixture[str], *settings: str) -> tuple[int, int | None]:
-    """How many examples explain says are trained on, and of how many if not of all."""
+@dataclass(frozen=True)
+class TrainingExamples:
+    """The number of examples that clients train on, and the total if that is larger."""
+
+    trained: int
+    total: int | None
+
+
+def counted(capsys: pytest.CaptureFixture[str], *settings: str) -> TrainingExamples:
+    """The numbers that explain prints."""
     words = [word for setting in settings for word in ("-s", setting)]
     assert call(["explain", "hospitals.toml", *words]) == 0
     match = TRAINED.search(capsys.readouterr().out)
     assert match is not None
-    return int(match[1]), match[2] and int(match[2])
+    total = None
+    if match[2]:
+        total = int(match[2])
+    return TrainingExamples(int(match[1]), total)
 
 
-def test_explain_counts_the_examples_that_are_trained_on(
+HOSPITALS = """
+[data]
+name = "hospitals.csv"
+[partition]
+kind = "column"
+column = "hospital"
+[topology]
+clients = 3
+"""
+
+
+def test_explain_counts_the_examples_that_clients_train_on(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Each client's share is rounded."""
     write_table(folder / "hospitals.csv")
-    (folder / "hospitals.toml").write_text(
-        "[data]\n"
-        'name = "hospitals.csv"\n'
-        "[partition]\n"
-        'kind = "column"\n'
-        'column = "hospital"\n'
-        "[topology]\n"
-        "clients = 3\n"
-    )
+    (folder / "hospitals.toml").write_text(HOSPITALS)
     total = ROWS * 4 // 5
-    assert trained_on(capsys) == (total, None)
+    assert counted(capsys) == TrainingExamples(total, None)
 
-    # Each client's share is rounded.
-    trained, of = trained_on(capsys, "partition.own_test=0.25")
-    assert (trained, of) == (pytest.approx(total * 0.75, abs=3), total)
-    trained, of = trained_on(capsys, "plan.validation=0.1")
-    assert (trained, of) == (pytest.approx(total * 0.9, abs=3), total)
+    without_own_test = counted(capsys, "partition.own_test=0.25")
+    assert without_own_test.trained == pytest.approx(total * 0.75, abs=3)
+    assert without_own_test.total == total
 
-    trained, of = trained_on(capsys, "partition.alpha=0.1")
-    assert 0 < trained < total
-    assert of == total
+    without_validation = counted(capsys, "plan.validation=0.1")
+    assert without_validation.trained == pytest.approx(total * 0.9, abs=3)
+    assert without_validation.total == total
+
+    with_skewed_labels = counted(capsys, "partition.alpha=0.1")
+    assert 0 < with_skewed_labels.trained < total
+    assert with_skewed_labels.total == total

@@ -30,16 +30,18 @@ name = "mlp"
 
 
 def python(folder: Path, *arguments: str, **environment: str) -> str:
-    settings = {**os.environ, **environment}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=settings, capture_output=True, check=False
+    """The output of Python in a folder, with additional environment variables."""
+    variables = {**os.environ, **environment}
+    completed = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=variables, capture_output=True, check=False
     )
-    assert done.returncode == 0, done.stderr.decode(errors="replace")
-    return done.stdout.decode("latin-1")
+    assert completed.returncode == 0, completed.stderr.decode(errors="replace")
+    return completed.stdout.decode("latin-1")
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
+    """A folder with a table of fruits, whose columns and classes have umlauts, and its config."""
     rows = [f"{i % 7}.5,{i % 5},{('Äpfel', 'Süßkirschen')[i % 2]}" for i in range(60)]
     (tmp_path / "obst.csv").write_text("\n".join(["größe,gewicht,sorte", *rows]), encoding="utf-8")
     (tmp_path / "obst.toml").write_text(CONFIG, encoding="utf-8")
@@ -60,10 +62,12 @@ main()
 
 @pytest.mark.slow
 def test_a_run_its_report_and_the_terminal_where_texts_are_ascii(place: Path) -> None:
-    """The page is in UTF-8 nevertheless, and the terminal prints what is near to what it lacks."""
-    said = python(place, "-c", PROGRAM, **ASCII, PYTHONIOENCODING="ascii")
+    """The page is in UTF-8 nevertheless. The terminal prints similar characters for those that it
+    lacks.
+    """
+    printed = python(place, "-c", PROGRAM, **ASCII, PYTHONIOENCODING="ascii")
     page = (place / "one" / "report.html").read_text(encoding="utf-8")
     assert "größe" in page
     assert "Ã" not in page
-    assert "gr??e" in said
-    assert "##" in said  # the darkest shade of the drawn split
+    assert "gr??e" in printed
+    assert "##" in printed  # the darkest shade of the drawn split

@@ -1,4 +1,4 @@
-"""What the command line says of words that it does not take: what to write in their place."""
+"""The command line refuses words in one line that contains the words to write instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedstill.config.experiment import load
 from fedstill.config.resolve import resolve
 from fedstill.config.tables import TopKeys
 
-WHY = pytest.mark.uses("attribution")
+ATTRIBUTION = pytest.mark.uses("attribution")
 """The mark of cases with the command ``why``."""
 
 CONFIG = (
@@ -33,7 +33,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "correction"),
     [
         ("compare --methods fedavg fedntd", "--methods fedavg,fedntd"),
         ("compare small.toml --methods fedavg fedntd", "--methods fedavg,fedntd"),
@@ -80,20 +80,20 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("run small.toml -s plan.lr=1.", "write 1.0"),
         ("run small.toml -s rounds=03", "write 3"),
         ("run small.toml -s plan.shuffle=False", "write false"),
-        pytest.param("why runs --from 2", "--without", marks=WHY),
-        pytest.param("why runs --rounds 3 --once", "--without", marks=WHY),
+        pytest.param("why runs --from 2", "--without", marks=ATTRIBUTION),
+        pytest.param("why runs --rounds 3 --once", "--without", marks=ATTRIBUTION),
         ("run small.toml more.toml", "'more.toml'"),
         ("list methodes", "'method'?"),
         ("list recipes", "dataset, measure, method, model, partition, stream, topology"),
     ],
 )
-def test_the_line_says_what_to_write(
-    words: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_words_are_refused_with_a_correction(
+    words: str, correction: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(words.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("fedstill: ")
-    assert said in line
+    assert correction in line
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,20 @@ def test_an_argument_after_an_option_is_no_part_of_its_list(
 
 @pytest.mark.uses("benchmark", "querying")
 def test_every_option_that_takes_a_list_or_may_be_repeated_is_known() -> None:
-    lists, repeated = set[str](), set[str]()
+    """A list is one word with commas. An option of another sequence may be repeated."""
+    lists = set[str]()
+    repeated = set[str]()
     commands = "run compare demo tune reproduce query explain report forgetting"
     for name in commands.split():
         for argument in app[name].assemble_argument_collection():
-            if argument.hint in (tuple[str, ...], tuple[int, ...], tuple[float, ...]):
-                options = {n for n in argument.names if n.startswith("-")}
-                (lists if argument.parameter.n_tokens == 1 else repeated).update(options)
+            if argument.hint not in (tuple[str, ...], tuple[int, ...], tuple[float, ...]):
+                continue
+            options = {word for word in argument.names if word.startswith("-")}
+            if argument.parameter.n_tokens == 1:
+                lists |= options
+            else:
+                repeated |= options
+
     assert lists == LISTS
     assert repeated - {"--directories"} == REPEATED - {"--host", "--suite"}
 
@@ -154,9 +161,9 @@ def test_list_takes_the_plural_too(
     plural: str, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(["list", kind]) == 0
-    want = capsys.readouterr().out
+    expected = capsys.readouterr().out
     assert call(["list", plural]) == 0
-    assert capsys.readouterr().out == want
+    assert capsys.readouterr().out == expected
 
 
 def test_the_option_takes_every_engine_that_the_key_takes(
@@ -169,47 +176,61 @@ def test_the_option_takes_every_engine_that_the_key_takes(
     assert '"serial", "pooled", "vectorised", "auto", "flower"' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("split", [[], ["--no-split"]])
-def test_explain_checks_what_a_run_would_check(
-    split: list[str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("options", [[], ["--no-split"]])
+def test_explain_prints_settings_that_a_run_would_refuse(
+    options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(["explain", "small.toml", "-s", "method=fedmd", *split]) == 2
-    said = capsys.readouterr()
-    assert "data.public" in said.err
-    assert "method.name" in said.out, "what is asked for can be read all the same"
-    assert call(["explain", "small.toml", *split]) == 0
-    said = capsys.readouterr()
-    assert "optimiser steps a round" in said.out
-    assert ("each mark is a class" in said.out) == (not split)
+    assert call(["explain", "small.toml", "-s", "method=fedmd", *options]) == 2
+    printed = capsys.readouterr()
+    assert "data.public" in printed.err
+    assert "method.name" in printed.out
 
 
-def test_forgetting_below_zero_is_explained_where_it_is_shown(
+@pytest.mark.parametrize(("options", "has_split"), [([], True), (["--no-split"], False)])
+def test_explain_prints_the_split_unless_an_option_forbids_it(
+    options: list[str], has_split: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["explain", "small.toml", *options]) == 0
+    printed = capsys.readouterr().out
+    assert "optimiser steps a round" in printed
+    assert ("each mark is a class" in printed) == has_split
+
+
+LEARNING = [
+    "-srounds=2",
+    "-sdata.train_size=1000",
+    "-spartition=iid",
+    "-splan.epochs=2",
+    "-splan.lr=0.1",
+    "-q",
+]
+"""Options with which the second round raises the accuracy of all classes."""
+
+
+def test_a_run_with_negative_forgetting_explains_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["run", "small.toml", "--out", "one", *LEARNING]) == 0
+    printed = capsys.readouterr().out
+    assert "negative forgetting" in printed
+    (forgetting,) = [line for line in printed.splitlines() if line.startswith("forgetting ")]
+    assert " -" in forgetting
+
+
+def test_a_comparison_with_negative_forgetting_explains_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    learns = [
-        f"-s{v}"
-        for v in (
-            "rounds=2",
-            "data.train_size=1000",
-            "partition=iid",
-            "plan.epochs=2",
-            "plan.lr=0.1",
-        )
-    ]
-    learns.append("-q")
-    why = "negative forgetting"
-    assert call(["run", "small.toml", "--out", "one", *learns]) == 0
-    said = capsys.readouterr().out
-    assert why in said
-    assert " -" in next(line for line in said.splitlines() if line.startswith("forgetting "))
-    assert call(["compare", "small.toml", "--out", "all", *learns]) == 0
-    assert why in capsys.readouterr().out
+    assert call(["compare", "small.toml", "--out", "all", *LEARNING]) == 0
+    assert "negative forgetting" in capsys.readouterr().out
     assert "negative" in Path("all/report.html").read_text()
+
+
+def test_a_single_round_has_no_negative_forgetting_to_explain(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert call(["run", "small.toml", "--out", "two", "-q"]) == 0
-    assert why not in capsys.readouterr().out, "a single round forgets nothing and gains nothing"
+    assert "negative forgetting" not in capsys.readouterr().out
 
 
-OWN = """
+TWO_METHODS = """
 from dataclasses import dataclass
 import fedstill
 
@@ -223,77 +244,76 @@ class Other(fedstill.Method):
 """
 
 
-def test_what_is_ones_own_is_called_by_its_file_and_not_by_a_path(
+def test_a_users_method_is_named_by_its_file_without_the_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("own.py").write_text(OWN)
+    Path("own.py").write_text(TWO_METHODS)
     assert call(["run", "small.toml", "-s", "method=own.py:Mine", "--out", "one"]) == 0
-    said = capsys.readouterr()
-    assert said.out.startswith("own.py:Mine ")
-    assert said.err.startswith("own.py:Mine: ")
-    words = [
-        "compare",
-        "small.toml",
-        "--methods",
-        "own.py:Mine,own.py:Other",
-        "--seeds",
-        "1",
-        "--out",
-        "all",
-    ]
-    assert call(words) == 0, "two methods of one file are two"
-    said = capsys.readouterr()
-    for name in ("own.py:Mine", "own.py:Other"):
-        assert f"\n{name} " in said.out
-        assert f"{name}, seed 1: finished" in said.err
-    for text in (said.out, said.err, Path("one/summary.json").read_text()):
+
+    printed = capsys.readouterr()
+    assert printed.out.startswith("own.py:Mine ")
+    assert printed.err.startswith("own.py:Mine: ")
+    summary = Path("one/summary.json").read_text()
+    for text in (printed.out, printed.err, summary):
         assert str(tmp_path) not in text
+
+
+def test_two_methods_of_a_file_are_two_methods_of_a_comparison(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("own.py").write_text(TWO_METHODS)
+    methods = ["own.py:Mine", "own.py:Other"]
+    options = ["--methods", ",".join(methods), "--seeds", "1", "--out", "all"]
+    assert call(["compare", "small.toml", *options]) == 0
+
+    printed = capsys.readouterr()
+    for name in methods:
+        assert f"\n{name} " in printed.out
+        assert f"{name}, seed 1: finished" in printed.err
+    assert str(tmp_path) not in printed.out
+    assert str(tmp_path) not in printed.err
     assert len(list(Path("all").glob("*/seed1/summary.json"))) == 2
 
 
 @pytest.mark.parametrize("words", ["a,b", "[a,b]", '["a","b"]', "a, b"])
-def test_a_list_with_commas_is_a_list_where_one_is_wanted(words: str) -> None:
-    settings = resolve(
-        load(
-            "small.toml",
-            (f"data.columns={words}", "measure=local,personal", "data.label_column=x,y"),
-        )
-    )
+def test_words_with_commas_are_a_list_only_for_a_key_that_holds_a_list(words: str) -> None:
+    overrides = (f"data.columns={words}", "measure=local,personal", "data.label_column=x,y")
+    settings = resolve(load("small.toml", overrides))
     assert settings.data.columns == ("a", "b")
     assert settings.measure == ("local", "personal")
     assert settings.data.label_column == "x,y"
     assert 'columns = [\n    "a",\n    "b",\n]' in settings.toml
 
 
-def test_what_was_typed_for_a_table_is_not_said_of_its_other_keys(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_name_for_a_table_is_the_origin_of_no_other_key_of_it() -> None:
     settings = resolve(load("small.toml", ("data=digits", "partition=iid")))
     origins = {value.key: value.origin for value in resolved_values(settings)}
-    assert (origins["data.name"], origins["data.kind"], origins["partition.kind"]) == (
-        "command line",
-        "default",
-        "command line",
-    )
+    assert origins["data.name"] == "command line"
+    assert origins["data.kind"] == "default"
+    assert origins["partition.kind"] == "command line"
 
 
 @pytest.mark.uses("benchmark")
-def test_the_maps_of_digits_say_nothing_of_tables(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("data", "has_map"), [("t.csv", False), ("digits", True)])
+def test_the_maps_of_digits_are_not_shown_for_tables(
+    data: str,
+    has_map: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    Path("t.csv").write_text("a,b,label\n" + "".join(f"{n},{n % 7},{n % 2}\n" for n in range(60)))
+    rows = "".join(f"{row},{row % 7},{row % 2}\n" for row in range(60))
+    Path("t.csv").write_text("a,b,label\n" + rows)
     monkeypatch.setattr(
         "fedstill.benchmark.maps.map_lines",
         lambda maps, method, here: [f"here {here}"],
     )
-    for data, has_lines in (("t.csv", False), ("digits", True)):
-        settings = ["-s", f"data={data}", "-s", "data.train_size=0", "-s", "partition=iid"]
-        assert call(["explain", "small.toml", *settings]) == 0
-        assert ("here Setting(" in capsys.readouterr().out) == has_lines
+    settings = ["-s", f"data={data}", "-s", "data.train_size=0", "-s", "partition=iid"]
+    assert call(["explain", "small.toml", *settings]) == 0
+    assert ("here Setting(" in capsys.readouterr().out) == has_map
 
 
 @pytest.mark.parametrize("words", [["resume", "run"], ["demo"], ["rank", "run", "digits"]])
-def test_a_command_without_settings_says_what_to_do(
+def test_a_command_without_settings_names_the_command_that_takes_them(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call([*words, "-s", "rounds=3"]) == 2
@@ -310,7 +330,7 @@ def test_a_command_without_settings_says_what_to_do(
         ("resume nothing", "e.g. runs/NAME"),
         ("resume runs", "e.g. runs/NAME"),
         ("report runs", "e.g. runs/"),
-        pytest.param("why nothing", "e.g. runs/NAME", marks=WHY),
+        pytest.param("why nothing", "e.g. runs/NAME", marks=ATTRIBUTION),
         pytest.param("rank nothing", "--help", marks=pytest.mark.uses("benchmark")),
         pytest.param(
             "reproduce fedntd/table99", "did you mean", marks=pytest.mark.uses("benchmark")

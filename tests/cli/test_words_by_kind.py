@@ -1,5 +1,5 @@
-"""``explain`` and the report say what examples are, what reading them left out, and who the clients
-are.
+"""``explain``, the journal and the report describe the examples of a table, the rows that were left
+out, and the names of clients.
 """
 
 from __future__ import annotations
@@ -39,43 +39,59 @@ FACTS = ("10 of 80 rows", "all clients' training rows", "floor")
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config for a table of two houses. Every eighth row has no age; the floor is constant."""
     monkeypatch.chdir(tmp_path)
     lines = ["age,ward,floor,house,label"]
-    for i in range(80):
-        missing = i % 8 == 0
-        lines.append(
-            f"{'' if missing else 40 + i % 7},{'AB'[i % 2]},3,{'south' if i % 16 < 8 else 'north'},"
-            f"{i // 4 % 2}"
-        )
+    for row in range(80):
+        age = str(40 + row % 7)
+        if row % 8 == 0:
+            age = ""
+        ward = "AB"[row % 2]
+        house = "south"
+        if row % 16 >= 8:
+            house = "north"
+        label = row // 4 % 2
+        lines.append(f"{age},{ward},3,{house},{label}")
     (tmp_path / "wards.csv").write_text("\n".join(lines) + "\n")
     (tmp_path / "c.toml").write_text(CONFIG)
     return tmp_path / "c.toml"
 
 
-def test_explain_says_what_was_read_and_whose_it_is(
+def notes_of_data(printed: str) -> list[str]:
+    """The lines of ``explain`` about the data."""
+    return [line for line in printed.splitlines() if line.startswith("data: ")]
+
+
+def test_explain_describes_the_rows_and_names_the_clients(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(["explain", str(config)]) == 0
-    said = capsys.readouterr().out
-    assert "examples trained" in said
-    assert "images" not in said.partition("stages a round")[2]
-    assert "4 features: age, ward=A, ward=B, floor\n" in said
-    lines = [line for line in said.splitlines() if line.startswith("data: ")]
-    assert all(any(fact in line for line in lines) for fact in FACTS)
-    drawn = said.partition("stages a round")[2]
-    rows = [line for line in drawn.splitlines() if "own test " in line]
-    assert [line.split()[0] for line in rows] == ["north", "south"]
+    printed = capsys.readouterr().out
+
+    assert "examples trained" in printed
+    assert "4 features: age, ward=A, ward=B, floor\n" in printed
+    notes = notes_of_data(printed)
+    for fact in FACTS:
+        assert any(fact in note for note in notes)
+
+    _, _, split = printed.partition("stages a round")
+    assert "images" not in split
+    clients = [line.split()[0] for line in split.splitlines() if "own test " in line]
+    assert clients == ["north", "south"]
 
 
-def test_the_journal_and_the_report_say_it_too(
+def test_the_journal_and_the_report_describe_the_rows(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(["run", str(config), "--out", "run", "--quiet"]) == 0
+    assert "own tests, worst" in capsys.readouterr().out
+
     start = read_journal(Path("run/journal.jsonl"))[0]
-    assert all(fact in note for fact, note in zip(FACTS, start["notes"], strict=True))
+    for fact, note in zip(FACTS, start["notes"], strict=True):
+        assert fact in note
     assert start["inputs"]["standardise"] == "pooled"
     assert start["inputs"]["categories"] == [["ward", ["A", "B"]]]
-    assert "own tests, worst" in capsys.readouterr().out
+
     assert call(["report", "run", "--out", "page.html"]) == 0
     page = Path("page.html").read_text()
     assert '<section id="data">' in page
@@ -83,18 +99,17 @@ def test_the_journal_and_the_report_say_it_too(
     assert "become 0: floor." in page
 
 
-def test_images_have_their_word_and_no_section(
+def test_explain_describes_images_by_their_size_and_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = ["data.train_size=60", "data.test_size=20", "topology.clients=2", "rounds=1"]
-    (tmp_path / "d.toml").write_text("")
-    assert (
-        call(["explain", str(tmp_path / "d.toml"), *(word for s in small for word in ("-s", s))])
-        == 0
+    config = tmp_path / "d.toml"
+    config.write_text(
+        "rounds = 1\n[data]\ntrain_size = 60\ntest_size = 20\n[topology]\nclients = 2\n"
     )
-    said = capsys.readouterr().out
-    assert "images trained" in said
-    lines = [line for line in said.splitlines() if line.startswith("data: ")]
-    assert len(lines) == 2
-    assert "8×8" in lines[0]
-    assert "60 " in lines[1]
+    assert call(["explain", str(config)]) == 0
+
+    printed = capsys.readouterr().out
+    assert "images trained" in printed
+    size, number = notes_of_data(printed)
+    assert "8×8" in size
+    assert "60 " in number
