@@ -17,13 +17,13 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.records import Examples
 from fedstill.data.dataset import Dataset, DatasetInfo
 from fedstill.report.page import page
-from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
 from fedstill.running.runs import groups
 from fedstill.unlearning.request import UnlearningRequest, strategy_named
 from fedstill.unlearning.strategy import OriginalRun
 from fedstill.unlearning.unlearn import Unlearned, unlearn
 from fedstill.unlearning.verification import Backdoor, MembershipTest, costs, relative
+from journals import journal_events
 
 CLIENT = 1
 TARGET = 0
@@ -80,9 +80,8 @@ def test_the_attack_finds_examples_that_a_model_is_certain_of() -> None:
 
 def test_a_reference_shows_what_hard_examples_hide() -> None:
     """Both sets have an example that every model is certain of."""
-    test = MembershipTest(
-        examples([0, 0]), replace(examples([0, 0]), values=torch.tensor([[8.0], [9.0]]))
-    )
+    unseen = replace(examples([0, 0]), values=torch.tensor([[8.0], [9.0]]))
+    test = MembershipTest(examples([0, 0]), unseen)
     exact = certain_of(1, 9)
     model = certain_of(0, 1, 9)
     numbers = test.measure(model, exact)
@@ -130,9 +129,8 @@ def test_the_success_of_a_trigger_is_counted_on_other_classes() -> None:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """Blobs in which one client's data have a backdoor."""
-    clean = run(
-        replace(EXPERIMENT, rounds=1), tmp_path_factory.mktemp("clean") / "run", toys.blobs()
-    )
+    folder = tmp_path_factory.mktemp("clean") / "run"
+    clean = run(replace(EXPERIMENT, rounds=1, plan={"epochs": 1}), folder, toys.blobs())
     split = OriginalRun.of(clean.directory, toys.blobs()).prepared.sites.split
     assert split is not None
     return BACKDOOR.planted(toys.blobs(), split.positions[split.owners == CLIENT])
@@ -154,6 +152,7 @@ def folder(data: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def forget(
     original: Path, strategy: str, out: Path, data: Dataset, exact: Path | None = None
 ) -> Unlearned:
+    """Unlearn the client with the backdoor."""
     return unlearn(
         original,
         UnlearningRequest(clients=(CLIENT,)),
@@ -166,6 +165,7 @@ def forget(
 
 
 def measured(folder: Path) -> dict[str, Any]:
+    """The measurements in a certificate."""
     certificate = json.loads((folder / "certificate.json").read_text(encoding="utf-8"))
     return dict(certificate["measurements"])
 
@@ -178,10 +178,10 @@ def test_retraining_removes_a_backdoor(folder: Path) -> None:
 
 def test_costs_count_the_new_rounds_only(folder: Path) -> None:
     cost = measured(folder / "tuned7")["cost"]
-    events = read_journal(folder / "tuned7" / "journal.jsonl")
-    new = [event for event in events if event["event"] == "round" and event["round"] > 4]
-    assert cost["rounds"] == len(new) == 5
-    assert cost["bytes"] == sum(event["bytes_up"] + event["bytes_down"] for event in new)
+    rounds = journal_events(folder / "tuned7", event="round")
+    new_rounds = [event for event in rounds if event["round"] > 4]
+    assert cost["rounds"] == len(new_rounds) == 5
+    assert cost["bytes"] == sum(event["bytes_up"] + event["bytes_down"] for event in new_rounds)
     assert cost["relative_to_exact"]["bytes"] == 5 / 4
     assert costs(folder / "original7", folder / "original7")["rounds"] == 0
 
@@ -192,7 +192,8 @@ def test_a_cost_without_a_reference_is_left_out() -> None:
 
 def test_the_report_has_a_line_for_each_model_and_intervals_over_seeds(folder: Path) -> None:
     text = page(groups([folder]))
-    section = text.partition('id="unlearning"')[2].partition("<section")[0]
+    _, _, start = text.partition('id="unlearning"')
+    section, _, _ = start.partition("<section")
     for name in ("original", "fine_tuning", "retraining", "exact"):
         assert f">{name}<" in section
     assert section.count(" to ") > 10

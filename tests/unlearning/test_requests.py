@@ -12,11 +12,11 @@ import toys
 from fedstill.cli import call
 from fedstill.config.experiment import load
 from fedstill.core.errors import ConfigError, UnknownName
-from fedstill.running.journal import read_journal
 from fedstill.running.runner import run
 from fedstill.unlearning.request import UnlearningRequest, strategy_named
 from fedstill.unlearning.strategy import OriginalRun
 from fedstill.unlearning.unlearn import unlearn
+from journals import journal_events
 
 TABLE = """
 rounds = 1
@@ -41,13 +41,18 @@ ODD_NAMES = {0: "Jos\u00e9", 1: "Zoe\u0308 "}
 
 @pytest.fixture(scope="module")
 def visits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run on a table of visits by patient and ward."""
+    """A finished run on a table of 60 visits, three of each patient. The age is 20 more than the
+    number of the visit, and the wards are the clients.
+    """
     folder = tmp_path_factory.mktemp("visits")
     rows = ["patient,ward,age,pressure,outcome"]
     for number in range(60):
-        ward = "north" if number % 2 else "south"
+        ward = ("south", "north")[number % 2]
         patient = ODD_NAMES.get(number // 3, f"P{number // 3}")
-        rows.append(f"{patient},{ward},{20 + number},{100 + number % 7},{number % 3 == 0}")
+        age = 20 + number
+        pressure = 100 + number % 7
+        outcome = number % 3 == 0
+        rows.append(f"{patient},{ward},{age},{pressure},{outcome}")
     (folder / "visits.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
     (folder / "run.toml").write_text(TABLE, encoding="utf-8")
     run(load(folder / "run.toml"), folder / "run")
@@ -55,29 +60,33 @@ def visits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def unlearned(*arguments: object) -> int:
+    """The exit code of ``fedstill unlearn`` with these arguments."""
     return call(["unlearn", *map(str, arguments), "--quiet"])
 
 
-def test_clients_and_classes_are_named_as_in_the_data(visits: Path, tmp_path: Path) -> None:
+def forgotten_visits(visits: Path, folder: Path) -> set[int]:
+    """The numbers of the visits that a run has forgotten."""
+    ages = OriginalRun.of(visits / "run").prepared.dataset.train.values[:, 0]
+    request = OriginalRun.of(folder).earlier_request
+    return {int(ages[position]) - 20 for position in request.examples}
+
+
+def test_a_client_is_named_as_in_the_data(visits: Path, tmp_path: Path) -> None:
     assert unlearned(visits / "run", "--client", "north", "--out", tmp_path / "new") == 0
-    start = read_journal(visits / "run" / "journal.jsonl", limit=1)[0]
-    number = start["client_names"].index("north")
-    acting = {
-        event["client"]
-        for event in read_journal(tmp_path / "new" / "journal.jsonl")
-        if event["event"] == "client"
-    }
-    assert acting == {1 - number}
+
+    (start,) = journal_events(visits / "run", event="start")
+    forgotten = start["client_names"].index("north")
+    events = journal_events(tmp_path / "new", event="client")
+    assert {event["client"] for event in events} == {1 - forgotten}
 
 
 def test_patients_are_forgotten_by_their_names(visits: Path, tmp_path: Path) -> None:
+    """Visits in the test set are not among the forgotten ones."""
     (tmp_path / "patients.txt").write_text("P4\n\nP7\n", encoding="utf-8")
     options = ["--examples", tmp_path / "patients.txt", "--column", "patient"]
     assert unlearned(visits / "run", *options, "--out", tmp_path / "new") == 0
-    new = OriginalRun.of(tmp_path / "new")
-    request = new.earlier_request
-    ages = OriginalRun.of(visits / "run").prepared.dataset.train.values[:, 0]
-    forgotten = {int(ages[position]) - 20 for position in request.examples}
+
+    forgotten = forgotten_visits(visits, tmp_path / "new")
     assert forgotten
     assert forgotten <= {12, 13, 14, 21, 22, 23}
 
@@ -90,9 +99,8 @@ def test_names_in_another_unicode_form_and_with_spaces_are_found(
     (tmp_path / "patients.txt").write_bytes(f"\ufeff{text}\r\nZo\u00eb\r\n".encode())
     options = ["--examples", tmp_path / "patients.txt", "--column", "patient"]
     assert unlearned(visits / "run", *options, "--out", tmp_path / "new") == 0
-    request = OriginalRun.of(tmp_path / "new").earlier_request
-    ages = OriginalRun.of(visits / "run").prepared.dataset.train.values[:, 0]
-    forgotten = {int(ages[position]) - 20 for position in request.examples}
+
+    forgotten = forgotten_visits(visits, tmp_path / "new")
     assert forgotten
     assert forgotten <= {0, 1, 2, 3, 4, 5}
 
@@ -100,21 +108,21 @@ def test_names_in_another_unicode_form_and_with_spaces_are_found(
 def test_a_patient_with_public_rows_is_not_forgotten_in_part(
     visits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    experiment = load(visits / "run.toml").with_values(
-        {"data.public": 8, "data.standardise": "none"}, "test"
-    )
-    run(experiment, tmp_path / "run")
+    values = {"data.public": 8, "data.standardise": "none"}
+    run(load(visits / "run.toml").with_values(values, "test"), tmp_path / "run")
     public = OriginalRun.of(tmp_path / "run").prepared.sites.public
     assert public is not None
-    numbers = {(int(age) - 20) // 3 for age in public.values[:, 0]} - set(ODD_NAMES)
-    (tmp_path / "patients.txt").write_text(f"P{min(numbers)}\n", encoding="utf-8")
+    patients = {(int(age) - 20) // 3 for age in public.values[:, 0]}
+    patient = min(patients - set(ODD_NAMES))
+    (tmp_path / "patients.txt").write_text(f"P{patient}\n", encoding="utf-8")
+
     options = ["--examples", tmp_path / "patients.txt", "--column", "patient"]
     assert unlearned(tmp_path / "run", *options, "--out", tmp_path / "new") == 2
     assert "the public set" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
-def test_positions_in_a_file(visits: Path, tmp_path: Path) -> None:
+def test_examples_are_forgotten_by_positions_in_a_file(visits: Path, tmp_path: Path) -> None:
     (tmp_path / "positions.txt").write_text("3\n1\n3\n", encoding="utf-8")
     options = ["--examples", tmp_path / "positions.txt", "--out", tmp_path / "new"]
     assert unlearned(visits / "run", *options) == 0
@@ -218,36 +226,45 @@ def test_an_unfinished_run_is_finished_first(tmp_path: Path) -> None:
 
 
 def test_a_run_that_started_from_a_model_that_knows_the_data_is_refused(tmp_path: Path) -> None:
-    first, later, new = tmp_path / "first", tmp_path / "later", tmp_path / "new"
+    """It is accepted if that model has forgotten the same data, and only the same data."""
     request = UnlearningRequest(clients=(1,))
     retraining = strategy_named("retraining", {})
+    first = tmp_path / "first"
+    later = tmp_path / "later"
     run(toys.toy("fedavg", rounds=1), first, toys.blobs())
     run(toys.toy("fedavg", rounds=1, start_from=str(first)), later, toys.blobs())
     with pytest.raises(ConfigError, match="first"):
         unlearn(later, request, retraining, data=toys.blobs())
 
-    unlearn(first, request, retraining, new, data=toys.blobs())
+    new = tmp_path / "new"
     clean = tmp_path / "clean"
+    unlearn(first, request, retraining, new, data=toys.blobs())
     run(toys.toy("fedavg", rounds=1, start_from=str(new)), clean, toys.blobs())
     unlearn(clean, request, retraining, data=toys.blobs())
     with pytest.raises(ConfigError, match="new"):
         unlearn(clean, UnlearningRequest(clients=(2,)), retraining, data=toys.blobs())
 
 
-def test_the_table_of_a_config_is_checked() -> None:
-    for table, key in (
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
         ({"clients": [9]}, "unlearning.clients"),
         ({"clients": [-1]}, "unlearning.clients"),
         ({"strategy": 3}, "unlearning.strategy"),
         ({"what": 1}, "unlearning.what"),
-    ):
-        with pytest.raises(ConfigError, match=key):
-            run(toys.toy("fedavg", rounds=1, unlearning=table), None, toys.blobs())
+    ],
+)
+def test_the_table_of_a_config_is_checked(table: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        run(toys.toy("fedavg", rounds=1, unlearning=table), None, toys.blobs())
+
+
+def test_an_unknown_strategy_is_named() -> None:
     with pytest.raises(UnknownName, match="wishing"):
         strategy_named("wishing", {})
 
 
-def test_explain_says_how_many_bytes_must_be_kept(
+def test_explain_prints_how_many_bytes_of_updates_a_run_keeps(
     visits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["explain", str(visits / "run.toml")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from fedstill.unlearning.request import UnlearningRequest, strategy_named
 from fedstill.unlearning.retraining import first_round_of
 from fedstill.unlearning.strategy import OriginalRun
 from fedstill.unlearning.unlearn import Unlearned, unlearn
+from journals import journal_events
 
 CHAIN = {"clients": 6, "sampled": 3}
 EXPERIMENTS = {
@@ -57,8 +60,11 @@ if toys.has("querying"):
 Originals = Callable[[str], Path]
 """The run directory of an experiment by its name."""
 
+RETRAINING = strategy_named("retraining", {})
+
 
 def trained(experiment: Experiment, folder: Path) -> Path:
+    """The directory of a run on blobs."""
     run(experiment, folder, toys.blobs())
     return folder
 
@@ -66,18 +72,17 @@ def trained(experiment: Experiment, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Originals:
     """Each experiment is trained once: unlearning and replays only read its run."""
-    known: dict[str, Path] = {}
 
-    def folder_of(name: str) -> Path:
-        if name not in known:
-            known[name] = trained(EXPERIMENTS[name], tmp_path_factory.mktemp("original") / "run")
-        return known[name]
+    @functools.cache
+    def directory(name: str) -> Path:
+        return trained(EXPERIMENTS[name], tmp_path_factory.mktemp("original") / "run")
 
-    return folder_of
+    return directory
 
 
 def retrained(folder: Path, request: UnlearningRequest, out: Path) -> Unlearned:
-    return unlearn(folder, request, strategy_named("retraining", {}), out, data=toys.blobs())
+    """The retraining of a run on blobs."""
+    return unlearn(folder, request, RETRAINING, out, data=toys.blobs())
 
 
 def events(folder: Path) -> list[Event]:
@@ -103,7 +108,7 @@ def test_a_single_client_may_remain(engine: str, tmp_path: Path) -> None:
     experiment = toys.toy("fedavg", rounds=1, engine=engine, topology={"clients": 3})
     folder = trained(experiment, tmp_path / "run")
     result = retrained(folder, UnlearningRequest(clients=(0, 2)), tmp_path / "new").result
-    assert {e["client"] for e in events(result.directory) if e["event"] == "client"} == {1}
+    assert clients_of(result.directory) == {1}
 
 
 def test_a_round_whose_clients_are_all_forgotten_causes_no_warning(
@@ -111,8 +116,8 @@ def test_a_round_whose_clients_are_all_forgotten_causes_no_warning(
 ) -> None:
     topology = {"clients": 3, "sampled": 1}
     folder = trained(toys.toy("fedavg", rounds=4, topology=topology), tmp_path / "run")
-    first = read_journal(folder / "journal.jsonl")
-    (client,) = {e["client"] for e in first if e["event"] == "client" and e["round"] == 1}
+    (event,) = journal_events(folder, event="client", round=1)
+    client = event["client"]
     retrained(folder, UnlearningRequest(clients=(client,)), tmp_path / "new")
     assert "left the server's model" not in caplog.text
 
@@ -130,20 +135,20 @@ def test_it_is_a_replay_in_which_the_client_never_acts(
 
 
 @pytest.mark.parametrize("name", ["tasks", "drift"])
-def test_nobody_takes_the_place_of_the_client_in_a_task(
+def test_no_other_client_takes_the_place_of_the_client_in_a_task(
     name: str, original: Originals, tmp_path: Path
 ) -> None:
     folder = original(name)
     retrained(folder, UnlearningRequest(clients=(3,)), tmp_path / "new")
 
-    def acting(folder: Path) -> set[tuple[int, str, int]]:
+    def stages_of_others(folder: Path) -> set[tuple[int, str, int]]:
         return {
             (event["round"], event["name"], event["client"])
-            for event in events(folder)
-            if event["event"] == "client" and event["client"] != 3
+            for event in journal_events(folder, event="client")
+            if event["client"] != 3
         }
 
-    assert acting(tmp_path / "new") == acting(folder)
+    assert stages_of_others(tmp_path / "new") == stages_of_others(folder)
 
 
 class WithoutClientThree(Parallel):
@@ -156,14 +161,13 @@ class WithoutClientThree(Parallel):
 def test_it_is_a_run_whose_topology_leaves_the_client_out(
     original: Originals, tmp_path: Path
 ) -> None:
-    """This reference uses nothing of the package."""
+    """This reference does not use the package ``unlearning``."""
     register("topology", "without_client_three")(WithoutClientThree)
     request = UnlearningRequest(clients=(3,))
     result = retrained(original("parallel"), request, tmp_path / "new").result
     topology = {"kind": "without_client_three", "clients": 6, "sampled": 4}
-    reference = run(
-        toys.toy("scaffold", rounds=4, topology=topology), tmp_path / "reference", toys.blobs()
-    )
+    configured = toys.toy("scaffold", rounds=4, topology=topology)
+    reference = run(configured, tmp_path / "reference", toys.blobs())
     assert same_bits(result.model, reference.model)
 
 
@@ -171,38 +175,44 @@ def test_training_starts_at_the_last_checkpoint_before_the_client_took_part(
     original: Originals, tmp_path: Path
 ) -> None:
     folder = original("parallel")
-    acted = {
-        client: min(
-            event["round"]
-            for event in read_journal(folder / "journal.jsonl")
-            if event["event"] == "client" and event["client"] == client
-        )
-        for client in range(6)
-    }
-    late = max(acted, key=lambda client: acted[client])
-    assert acted[late] > 1, "a client of the toy run must join late"
-    whole = OriginalRun.of(folder, toys.blobs())
-    assert first_round_of(whole, frozenset({late})) == acted[late]
-    certificate = retrained(
-        folder, UnlearningRequest(clients=(late,)), tmp_path / "new"
-    ).certificate
-    assert certificate["rounds"] == {"first": acted[late], "last": 4}
+    first_rounds: dict[int, int] = {}
+    for event in journal_events(folder, event="client"):
+        first_rounds.setdefault(event["client"], event["round"])
+    first_round = max(first_rounds.values())
+    assert first_round > 1, "a client of the toy run must join late"
+    late = next(client for client, round in first_rounds.items() if round == first_round)
+
+    assert first_round_of(OriginalRun.of(folder, toys.blobs()), frozenset({late})) == first_round
+    new = retrained(folder, UnlearningRequest(clients=(late,)), tmp_path / "new")
+    assert new.certificate["rounds"] == {"first": first_round, "last": 4}
 
 
-def test_a_client_that_never_acted_leaves_the_model_as_it_is(tmp_path: Path) -> None:
+@pytest.fixture
+def run_of_few(tmp_path: Path) -> Path:
+    """A run in which one client trains in each of two rounds."""
     topology = {"clients": 6, "sampled": 1}
     experiment = toys.toy("fedavg", rounds=2, topology=topology, keep_checkpoints_every=1)
-    folder = trained(experiment, tmp_path / "run")
-    acted = {event["client"] for event in events(folder) if event["event"] == "client"}
-    idle = min(set(range(6)) - acted)
-    result = retrained(folder, UnlearningRequest(clients=(idle,)), tmp_path / "idle").result
-    assert same_bits(result.model, Result.of(folder).model)
+    return trained(experiment, tmp_path / "few")
 
-    # Without the only client of a round, the round changes nothing.
-    first = min(acted)
-    result = retrained(folder, UnlearningRequest(clients=(first,)), tmp_path / "only").result
-    assert first not in {event.get("client") for event in events(tmp_path / "only")}
-    assert len(result.history) == 2
+
+def clients_of(folder: Path) -> set[int]:
+    """The clients that trained in a run."""
+    return {event["client"] for event in journal_events(folder, event="client")}
+
+
+def test_a_client_that_never_trained_leaves_the_model_as_it_is(
+    run_of_few: Path, tmp_path: Path
+) -> None:
+    idle = min(set(range(6)) - clients_of(run_of_few))
+    new = retrained(run_of_few, UnlearningRequest(clients=(idle,)), tmp_path / "new").result
+    assert same_bits(new.model, Result.of(run_of_few).model)
+
+
+def test_a_round_without_its_only_client_changes_nothing(run_of_few: Path, tmp_path: Path) -> None:
+    client = min(clients_of(run_of_few))
+    new = retrained(run_of_few, UnlearningRequest(clients=(client,)), tmp_path / "new").result
+    assert client not in {event.get("client") for event in events(tmp_path / "new")}
+    assert len(new.history) == 2
 
 
 @pytest.mark.parametrize(
@@ -211,13 +221,13 @@ def test_a_client_that_never_acted_leaves_the_model_as_it_is(tmp_path: Path) -> 
 def test_forgotten_examples_are_in_no_client_s_data(
     request_: UnlearningRequest, tmp_path: Path
 ) -> None:
-    experiment = toys.toy("fedavg", rounds=2)
-    folder = trained(experiment, tmp_path / "run")
+    folder = trained(toys.toy("fedavg", rounds=2), tmp_path / "run")
     result = retrained(folder, request_, tmp_path / "new").result
     labels = toys.blobs().train.labels
     forgotten = set(request_.examples)
     for label in request_.classes:
         forgotten.update((labels == label).nonzero().flatten().tolist())
+
     sites = OriginalRun.of(tmp_path / "new", toys.blobs()).prepared.sites
     assert sites.split is not None
     positions = set(sites.split.positions.tolist())
@@ -226,26 +236,29 @@ def test_forgotten_examples_are_in_no_client_s_data(
     assert not same_bits(result.model, Result.of(folder).model)
 
 
-@pytest.mark.parametrize("hidden", [False, True])
-def test_a_forgotten_class_is_not_in_the_public_set(hidden: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "has_labels"), [("fedmd", True), ("dsfl", False)])
+def test_a_forgotten_class_is_not_in_the_public_set(
+    method: str, has_labels: bool, tmp_path: Path
+) -> None:
     """FedMD's clients first train on the labels of the public set."""
-    name = "dsfl" if hidden else "fedmd"
-    data = {"public": 40, "public_labels": not hidden}
-    experiment = toys.toy(name, rounds=2, data=data, keep_checkpoints_every=1)
+    data = {"public": 40, "public_labels": has_labels}
+    experiment = toys.toy(method, rounds=2, data=data, keep_checkpoints_every=1)
     folder = trained(experiment, tmp_path / "run")
     request = UnlearningRequest(classes=(2,))
     new = retrained(folder, request, tmp_path / "new").result
     configured = experiment.with_values({"unlearning.classes": [2]}, "test")
     reference = run(configured, tmp_path / "reference", toys.blobs())
     assert same_bits(new.model, reference.model)
-    before = OriginalRun.of(folder, toys.blobs()).prepared.sites
-    after = OriginalRun.of(tmp_path / "new", toys.blobs()).prepared.sites
-    assert before.public is not None
-    assert after.public is not None
-    assert len(after.public) < len(before.public) == 40
-    if not hidden:
-        assert 2 in before.public.labels
-        assert 2 not in after.public.labels
+
+    public = OriginalRun.of(folder, toys.blobs()).prepared.sites.public
+    new_public = OriginalRun.of(tmp_path / "new", toys.blobs()).prepared.sites.public
+    assert public is not None
+    assert new_public is not None
+    assert len(public) == 40
+    assert len(new_public) < 40
+    if has_labels:
+        assert 2 in public.labels
+        assert 2 not in new_public.labels
     with pytest.raises(IncompatibleMethod, match="public set"):
         unlearn(folder, request, strategy_named("fine_tuning", {}), data=toys.blobs())
 
@@ -294,8 +307,7 @@ def test_moments_do_without_the_forgotten_rows(standardise: str, tmp_path: Path)
     )
     run(experiment, tmp_path / "run", table())
     request = UnlearningRequest(clients=(3,))
-    strategy = strategy_named("retraining", {})
-    new = unlearn(tmp_path / "run", request, strategy, tmp_path / "new", data=table())
+    new = unlearn(tmp_path / "run", request, RETRAINING, tmp_path / "new", data=table())
     sites = OriginalRun.of(tmp_path / "new", table()).prepared.sites
     assert sites.split is not None
     if standardise != "own":
@@ -326,18 +338,20 @@ def test_each_model_is_measured_in_the_scale_of_its_own_run(
     )
     run(experiment, tmp_path / "run", data)
     request = UnlearningRequest(clients=(3,))
-    strategy = strategy_named("retraining", {})
-    new = unlearn(tmp_path / "run", request, strategy, tmp_path / "new", data=data)
-    measured = new.certificate["measurements"]["accuracy"]
-    if standardise == "own":
-        assert measured["unlearned"].keys() == {"forgotten", "remaining"} | {
-            f"{name}_by_class" for name in ("forgotten", "remaining")
+    new = unlearn(tmp_path / "run", request, RETRAINING, tmp_path / "new", data=data)
+
+    accuracies = new.certificate["measurements"]["accuracy"]
+    if standardise == "own":  # these clients have no common test set
+        assert accuracies["unlearned"].keys() == {
+            "forgotten",
+            "forgotten_by_class",
+            "remaining",
+            "remaining_by_class",
         }
         return
-    for name in ("original", "unlearned"):
-        folder = tmp_path / {"original": "run", "unlearned": "new"}[name]
-        last = [event for event in events(folder) if event["event"] == "round"][-1]
-        assert measured[name]["test"] == pytest.approx(last["accuracy"])
+    for name, folder in {"original": "run", "unlearned": "new"}.items():
+        last_round = journal_events(tmp_path / folder, event="round")[-1]
+        assert accuracies[name]["test"] == pytest.approx(last_round["accuracy"])
 
 
 def owned_blobs() -> Dataset:
@@ -362,19 +376,16 @@ def test_the_client_s_own_tests_are_forgotten_too(
     experiment = toys.toy(**{**values, **changes})
     run(experiment, tmp_path / "run", owned_blobs())
     request = UnlearningRequest(clients=(3,))
-    strategy = strategy_named("retraining", {})
-    new = unlearn(tmp_path / "run", request, strategy, tmp_path / "new", data=owned_blobs())
+    new = unlearn(tmp_path / "run", request, RETRAINING, tmp_path / "new", data=owned_blobs())
     configured = experiment.with_values({"unlearning.clients": [3]}, "test")
     reference = run(configured, tmp_path / "reference", owned_blobs())
     assert same_bits(new.result.model, reference.model)
     assert events(tmp_path / "new") == events(tmp_path / "reference")
-    tested = [
-        event["own_test_by_client"]
-        for event in events(tmp_path / "new")
-        if "own_test_by_client" in event
-    ]
-    assert tested
-    assert all("3" not in accuracies for accuracies in tested)
+
+    rounds = journal_events(tmp_path / "new", event="round")
+    own_tests = [event["own_test_by_client"] for event in rounds if "own_test_by_client" in event]
+    assert own_tests
+    assert all("3" not in accuracies for accuracies in own_tests)
 
 
 def test_a_second_request_forgets_both(original: Originals, tmp_path: Path) -> None:
@@ -388,19 +399,20 @@ def test_a_second_request_forgets_both(original: Originals, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["parallel", "drift"])
 def test_a_killed_unlearning_continues(name: str, original: Originals, tmp_path: Path) -> None:
+    """The last checkpoint and the files that end a run are missing."""
     folder = original(name)
     request = UnlearningRequest(clients=(3,))
-    whole = retrained(folder, request, tmp_path / "whole").result
-    stopped = retrained(folder, request, tmp_path / "stopped").result.directory
-    for name in ("summary.json", "model.safetensors", "certificate.json"):
-        (stopped / name).unlink()
-    checkpoints = stopped / "checkpoints"
-    last = sorted(path.name for path in checkpoints.glob("*.json"))[-1]
-    (checkpoints / last).unlink()
+    uninterrupted = retrained(folder, request, tmp_path / "uninterrupted").result
+    killed = Path(shutil.copytree(uninterrupted.directory, tmp_path / "killed"))
+    for file in ("summary.json", "model.safetensors", "certificate.json"):
+        (killed / file).unlink()
+    checkpoints = killed / "checkpoints"
     (checkpoints / "LATEST").unlink()
-    result = retrained(folder, request, stopped).result
-    assert same_bits(result.model, whole.model)
-    assert (stopped / "certificate.json").is_file()
+    sorted(checkpoints.glob("*.json"))[-1].unlink()
+
+    result = retrained(folder, request, killed).result
+    assert same_bits(result.model, uninterrupted.model)
+    assert (killed / "certificate.json").is_file()
 
 
 def test_a_run_that_forgets_nothing_has_the_config_that_it_always_had(tmp_path: Path) -> None:
