@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,6 +103,38 @@ def test_ctrl_c_stops_after_the_stage_and_pressed_twice_at_once(
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert "Ctrl-C" in capsys.readouterr().err
+
+
+class InterruptedFile(io.RawIOBase):
+    """A file whose first write is interrupted by Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.content = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        is_first = not self.content
+        self.content += bytes(data)
+        if is_first:
+            signal.raise_signal(signal.SIGINT)
+        return len(data)
+
+
+def test_ctrl_c_during_a_line_is_answered_after_the_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A buffered stream raises RuntimeError for a write inside of a write."""
+    file = InterruptedFile()
+    monkeypatch.setattr("sys.stderr", io.TextIOWrapper(io.BufferedWriter(file)))
+    with Followed(Lines(2, "fedavg", Clock())) as watch:
+        watch.started(Path("run"), 1)
+        assert watch.stop()
+
+    first_line, answer = file.content.decode().splitlines()
+    assert first_line == "fedavg: 2 rounds, in run"
+    assert "Ctrl-C" in answer
 
 
 def test_quiet_prints_nothing_and_a_terminal_has_a_bar(

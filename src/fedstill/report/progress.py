@@ -177,6 +177,8 @@ class Lines(Display):
         self.clock = clock
         self._began = 0.0
         self._last_line = 0.0
+        self._is_writing = False
+        self._is_stop_pending = False
         # Of a resumed run, the first round of this process.
         self._first: Mark | None = None
 
@@ -220,8 +222,15 @@ class Lines(Display):
         self._write(", ".join(parts))
 
     def stopping(self) -> None:
-        """Write that the run will stop."""
-        self._write(STOPPING)
+        """Write that the run will stop.
+
+        If the signal has interrupted another line, the message follows this line: a stream refuses
+        a second write inside of the first.
+        """
+        if self._is_writing:
+            self._is_stop_pending = True
+        else:
+            self._write(STOPPING)
 
     def _elapsed(self) -> float:
         return self.clock() - self._began
@@ -231,7 +240,12 @@ class Lines(Display):
 
     def _write(self, text: str) -> None:
         self._last_line = self.clock()
+        self._is_writing = True
         print(neutral(f"{self.label}: {text}", "terminal"), file=sys.stderr, flush=True)
+        self._is_writing = False
+        if self._is_stop_pending:
+            self._is_stop_pending = False
+            self._write(STOPPING)
 
 
 def _seconds_per_round(first: Mark | None, latest: Mark) -> float:
