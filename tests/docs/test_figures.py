@@ -2,99 +2,122 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from html import unescape
 from pathlib import Path
 
 import pytest
 
 from fedstill.cli import call
 
-PEERS = (
-    "model.name=resnet10",
-    "model.norm=group",
-    "topology.clients=4",
-    "query.fewer_than=5",
-    "data.train_size=120",
+Settings = dict[str, str]
+
+SMALL: Settings = {
+    "data.train_size": "200",
+    "data.test_size": "60",
+    "data.augment": "[]",
+    "plan.epochs": "1",
+}
+PEERS = {
+    **SMALL,
+    "model.name": "resnet10",
+    "model.norm": "group",
+    "topology.clients": "4",
+    "query.fewer_than": "5",
+    "data.train_size": "120",
+}
+CHAIN = {
+    **SMALL,
+    "model.name": "digits_cnn",
+    "topology.clients": "6",
+    "topology.sampled": "3",
+    "partition.min_size": "1",
+}
+
+
+@dataclass(frozen=True)
+class FigureRecipe:
+    """Some cells of a recipe, the titles on their report, and the settings with which they run."""
+
+    name: str
+    cells: str
+    titles: tuple[str, ...]
+    settings: Settings
+    rounds: int = 2
+
+
+FAST = (
+    FigureRecipe(
+        name="sfedkd/figure1",
+        cells="*:CIFAR-10 alpha *1",
+        titles=("Forgetting along the chain", "Effect of uneven data"),
+        settings=CHAIN,
+    ),
+    FigureRecipe(
+        name="sfedkd/figure3",
+        cells="gamma [12]:*",
+        titles=("Effect of a hyper-parameter",),
+        settings=CHAIN,
+    ),
+    FigureRecipe(
+        name="sfedkd/figure6", cells="K = 3:CIFAR*", titles=("Time to target",), settings=CHAIN
+    ),
+    FigureRecipe(
+        name="hiper/table1",
+        cells="[bH]*:alpha 1.0",
+        titles=(
+            "Client by client",
+            "Accuracy on public data by client",
+            "Accuracy of the server",
+        ),
+        settings={**SMALL, "model.name": "tiny_cnn", "data.public": "60"},
+    ),
 )
-CHAIN = (
-    "model.name=digits_cnn",
-    "topology.clients=6",
-    "topology.sampled=3",
-    "partition.min_size=1",
+SLOW = (
+    FigureRecipe(
+        name="qkt/figure2",
+        cells="*:*",
+        titles=(
+            "Queries: gain and forgetting",
+            "Forgetting against gain",
+            "naive_kd: accuracy by class, before the query and after each phase",
+            "Decision boundaries",
+            "Noise probe and label shares",
+        ),
+        settings=PEERS,
+        rounds=1,
+    ),
+    FigureRecipe(
+        name="qkt/figure7",
+        cells="*:*",
+        titles=("Accuracy by epoch",),
+        settings={**PEERS, "data.public": "60"},
+        rounds=1,
+    ),
 )
+
+
+def reproduce(recipe: FigureRecipe, folder: Path) -> str:
+    """The text of the report that ``fedstill reproduce`` writes for a recipe."""
+    words = ["reproduce", recipe.name, "--data", "digits", "--seeds", "1", "-q"]
+    words += ["--rounds", str(recipe.rounds), "--cells", recipe.cells, "--out", str(folder)]
+    for key, value in recipe.settings.items():
+        words += ["-s", f"{key}={value}"]
+    assert call(words) == 0
+    return unescape((folder / "report.html").read_text())
 
 
 @pytest.mark.uses("benchmark")
 @pytest.mark.parametrize(
-    ("name", "cells", "titles", "changes"),
+    "recipe",
     [
-        (
-            "sfedkd/figure1",
-            "*:CIFAR-10 alpha *1",
-            ["Forgetting along the chain", "Effect of uneven data"],
-            CHAIN,
-        ),
-        ("sfedkd/figure3", "gamma [12]:*", ["Effect of a hyper-parameter"], CHAIN),
-        ("sfedkd/figure6", "K = 3:CIFAR*", ["Time to target"], CHAIN),
-        (
-            "hiper/table1",
-            "[bH]*:alpha 1.0",
-            ["Client by client", "Accuracy on public data by client", "Accuracy of the server"],
-            ("model.name=tiny_cnn", "data.public=60"),
-        ),
-        pytest.param(
-            "qkt/figure2",
-            "*:*",
-            [
-                "Queries: gain and forgetting",
-                "Forgetting against gain",
-                "naive_kd: accuracy by class, before the query and after each phase",
-                "Decision boundaries",
-                "Noise probe and label shares",
-            ],
-            PEERS,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "qkt/figure7",
-            "*:*",
-            ["Accuracy by epoch"],
-            (*PEERS, "data.public=60"),
-            marks=pytest.mark.slow,
-        ),
+        *(pytest.param(recipe, id=recipe.name) for recipe in FAST),
+        *(pytest.param(recipe, id=recipe.name, marks=pytest.mark.slow) for recipe in SLOW),
     ],
-    ids=lambda value: value if isinstance(value, str) and "/" in value else "",
 )
-def test_a_figures_picture_is_where_its_row_says(
-    name: str,
-    cells: str,
-    titles: list[str],
-    changes: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_figure_of_a_paper_is_on_the_page_of_its_runs(
+    recipe: FigureRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    small = {
-        "data.train_size": "200",
-        "data.test_size": "60",
-        "data.augment": "[]",
-        "plan.epochs": "1",
-    }
-    small |= dict(change.split("=", 1) for change in changes)
-    settings = [word for key, value in small.items() for word in ("-s", f"{key}={value}")]
-    rounds = "1" if name.startswith("qkt/") else "2"
-    words = [
-        "reproduce",
-        name,
-        "--data",
-        "digits",
-        "--rounds",
-        rounds,
-        "--seeds",
-        "1",
-        "-q",
-        "--cells",
-        cells,
-    ]
-    assert call([*words, "--out", "r", *settings]) == 0
-    page = (tmp_path / "r" / "report.html").read_text().replace("&#x27;", "'").replace("&#39;", "'")
-    assert [title for title in titles if title not in page] == []
+    page = reproduce(recipe, tmp_path / "runs")
+    assert [title for title in recipe.titles if title not in page] == []
