@@ -1,4 +1,4 @@
-"""What the documents show is executed: the walk through a new method, the configs, the examples."""
+"""The commands, files, configs and Python of the documents are executed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -17,68 +21,123 @@ from fedstill.cli import call
 from fedstill.config.experiment import load
 from fedstill.config.resolve import resolve
 from fedstill.running.journal import read_journal
+from journals import journal_events
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r'```(\w+)(?: title="([^"]+)")?\n(.*?)```', re.DOTALL)
 
 
-def blocks(page: str) -> list[tuple[str, str, str]]:
-    return BLOCK.findall((ROOT / "docs" / page).read_text())
+class Block(NamedTuple):
+    """A block of code on a page: its language, the name of the file if it is one, and the text."""
+
+    language: str
+    title: str
+    text: str
 
 
-def follow(
-    page: str,
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    fewer: int = 0,
-    smaller: tuple[str, str] = ("", ""),
-) -> None:
-    """Write the files that a page shows, and run its commands; one that fails says the error that
-    the page shows.
-
-    A page names its files without the folder that they are in. ``fewer``: how many images its runs
-    train on, with a quarter as many to test on; 0 for all. ``smaller``: a setting of the page's
-    files, and what is tested in its place.
-    """
-    setting, tested = smaller
-    shown = blocks(page)
-    assert any(title and setting in text for _, title, text in shown)
-    for _, title, text in shown:
-        if title:
-            (folder / title).write_text(text.replace(setting, tested) if setting else text)
-    commands = [
-        line[2:] for kind, _, text in shown if kind == "console" for line in text.splitlines()
-    ]
-    errors = [text for kind, _, text in shown if kind == "text" and text.startswith("fedstill: ")]
-    assert commands
-    for command in commands:
-        program, *arguments = shlex.split(command)
-        assert program == "fedstill"
-        if fewer and arguments[0] in ("run", "compare"):
-            arguments += ["-s", f"data.train_size={fewer}", "-s", f"data.test_size={fewer // 4}"]
-        capsys.readouterr()
-        if call(arguments):
-            assert capsys.readouterr().err.replace(f"{folder}/", "") == errors.pop(0), command
-    assert not errors, "each error that is shown has come"
+def blocks(page: str) -> list[Block]:
+    """The blocks of a page below ``docs/``."""
+    matches = BLOCK.findall((ROOT / "docs" / page).read_text())
+    return [Block(*match) for match in matches]
 
 
-def execute(
-    page: str, space: dict[str, object], apart: bool = False, smaller: tuple[str, str] = ("", "")
-) -> None:
-    """Execute a page's blocks of Python without a title, in one space, or each in one of its
-    own.
-
-    ``smaller``: a setting of the page, and what is tested in its place.
-    """
-    setting, tested = smaller
-    assert setting in (ROOT / "docs" / page).read_text()
-    for kind, title, text in blocks(page):
-        if kind == "python" and not title:
-            code = text.replace(setting, tested) if setting else text
-            exec(compile(code, page, "exec"), {} if apart else space)
+def files_on(page: str) -> list[Block]:
+    """The blocks that are files."""
+    return [block for block in blocks(page) if block.title]
 
 
-class Passed:
+def untitled(page: str, language: str) -> list[str]:
+    """The texts of a page's blocks in a language that are not files."""
+    return [block.text for block in blocks(page) if block.language == language and not block.title]
+
+
+def commands_on(page: str) -> list[str]:
+    """The commands of a page's consoles, without the prompt."""
+    commands = []
+    for block in blocks(page):
+        if block.language == "console":
+            commands += [line.removeprefix("$ ") for line in block.text.splitlines()]
+    return commands
+
+
+def errors_on(page: str) -> list[str]:
+    """The errors of commands that a page shows, in their order."""
+    return [text for text in untitled(page, "text") if text.startswith("fedstill: ")]
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """A setting of a page, and the setting that is tested instead because it takes less time."""
+
+    setting: str
+    tested: str
+
+    def apply(self, text: str) -> str:
+        """The text with the setting that is tested."""
+        return text.replace(self.setting, self.tested)
+
+
+UNCHANGED = Smaller("", "")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Follows pages in a folder, which is the working directory."""
+
+    folder: Path
+    capsys: pytest.CaptureFixture[str]
+
+    def journal(self, run: str) -> list[dict[str, Any]]:
+        """The journal of a run in the folder."""
+        return read_journal(self.folder / run / "journal.jsonl")
+
+    def printed(self) -> str:
+        """The standard output since the last call."""
+        return self.capsys.readouterr().out
+
+    def write_files(self, page: str, smaller: Smaller) -> None:
+        """Write the files of a page, which names them without the folder that they are in."""
+        files = files_on(page)
+        assert any(smaller.setting in file.text for file in files)
+        for file in files:
+            (self.folder / file.title).write_text(smaller.apply(file.text))
+
+    def follow(self, page: str, train_size: int = 0, smaller: Smaller = UNCHANGED) -> None:
+        """Write the files of a page, and call its commands; the page shows the error of a command
+        that fails.
+
+        ``train_size``: how many images the runs of the page train on, with a quarter as many to
+        test on; 0 for all.
+        """
+        self.write_files(page, smaller)
+        commands = commands_on(page)
+        errors = errors_on(page)
+        assert commands
+        for command in commands:
+            program, *arguments = shlex.split(command)
+            assert program == "fedstill"
+            if train_size and arguments[0] in ("run", "compare"):
+                arguments += ["-s", f"data.train_size={train_size}"]
+                arguments += ["-s", f"data.test_size={train_size // 4}"]
+            self.capsys.readouterr()
+            if call(arguments):
+                error = self.capsys.readouterr().err.replace(f"{self.folder}/", "")
+                assert error == errors.pop(0), command
+        assert not errors, "a command that fails on the page has not failed"
+
+    def passing_tests(self, name: str) -> int:
+        """How many tests are in a file that a page shows; all must pass.
+
+        They run in this process, because another one would begin by importing everything.
+        """
+        counter = PassedTests()
+        path = self.folder / name
+        options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={self.folder}"]
+        assert pytest.main([*options, str(path)], [counter]) == 0
+        return counter.count
+
+
+class PassedTests:
     """Counts the tests that a pytest passes."""
 
     def __init__(self) -> None:
@@ -88,158 +147,145 @@ class Passed:
         self.count += report.when == "call" and report.passed
 
 
-def passing(path: Path) -> int:
-    """How many tests of a file that a page shows there are; all must pass.
+@pytest.fixture
+def reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Reader:
+    """A reader in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return Reader(tmp_path, capsys)
 
-    In this process: another one would begin by importing everything.
+
+@contextmanager
+def importable(folder: Path, module: str) -> Generator[None, None, None]:
+    """Python finds the module in this folder, and forgets it in the end."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        del sys.modules[module]
+
+
+def execute_text(text: str, page: str, namespace: dict[str, Any]) -> None:
+    """Execute a block of Python of a page."""
+    exec(compile(text, page, "exec"), namespace)
+
+
+def execute(page: str, smaller: Smaller = UNCHANGED) -> dict[str, Any]:
+    """The names that a page's blocks of Python define; the blocks without a title are executed in
+    one namespace.
     """
-    passed = Passed()
-    said = pytest.main(
-        ["-q", "-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={path.parent}", str(path)],
-        [passed],
-    )
-    assert said == 0
-    return passed.count
+    texts = untitled(page, "python")
+    assert any(smaller.setting in text for text in texts)
+    namespace: dict[str, Any] = {}
+    for text in texts:
+        execute_text(smaller.apply(text), page, namespace)
+    return namespace
 
 
-def test_a_beginner_follows_the_start_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    first, *others = [
-        text for kind, title, text in blocks("start.md") if kind == "python" and not title
-    ]
-    exec(compile(first, "start.md", "exec"), {})
-    follow("start.md", tmp_path, capsys, smaller=("rounds = 20", "rounds = 2"))
-    for text in others:
-        exec(compile(text, "start.md", "exec"), {})
-    assert "calm.py" in capsys.readouterr().out
-    assert (tmp_path / "tables" / "differences.csv").is_file()
+def test_a_beginner_follows_the_start_page(reader: Reader) -> None:
+    first, *further = untitled("start.md", "python")
+    execute_text(first, "start.md", {})
+    reader.follow("start.md", smaller=Smaller("rounds = 20", "rounds = 2"))
+    for text in further:
+        execute_text(text, "start.md", {})
+    assert "calm.py" in reader.printed()
+    assert (reader.folder / "tables" / "differences.csv").is_file()
 
 
-def test_a_method_is_added_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    follow("add_a_method.md", tmp_path, capsys, fewer=400)
-    assert (tmp_path / "sweep" / "report.html").is_file()
-    assert passing(tmp_path / "test_fedgap.py") == 1
+def test_a_method_is_added_as_the_page_says(reader: Reader) -> None:
+    reader.follow("add_a_method.md", train_size=400)
+    assert (reader.folder / "sweep" / "report.html").is_file()
+    assert reader.passing_tests("test_fedgap.py") == 1
 
 
-def test_a_prototype_method_is_added_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    follow("add_a_prototype_method.md", tmp_path, capsys, fewer=400)
-    models = [read_journal(tmp_path / run / "journal.jsonl")[-1] for run in ("first", "stacked")]
-    assert models[0]["personal_accuracy"] == pytest.approx(models[1]["personal_accuracy"], abs=0.02)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert passing(tmp_path / "test_prototypes.py") == 3
-    del sys.modules["prototypes"]
+def test_a_prototype_method_is_added_as_the_page_says(reader: Reader) -> None:
+    reader.follow("add_a_prototype_method.md", train_size=400)
+    accuracy = reader.journal("first")[-1]["personal_accuracy"]
+    stacked_accuracy = reader.journal("stacked")[-1]["personal_accuracy"]
+    assert accuracy == pytest.approx(stacked_accuracy, abs=0.02)
+    with importable(reader.folder, "prototypes"):
+        assert reader.passing_tests("test_prototypes.py") == 3
 
 
-def test_a_clustered_method_is_added_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    smaller = ("rounds = 10", "rounds = 2")
-    follow("add_a_clustered_method.md", tmp_path, capsys, fewer=400, smaller=smaller)
-    last = read_journal(tmp_path / "first" / "journal.jsonl")[-1]
+def test_a_clustered_method_is_added_as_the_page_says(reader: Reader) -> None:
+    smaller = Smaller("rounds = 10", "rounds = 2")
+    reader.follow("add_a_clustered_method.md", train_size=400, smaller=smaller)
+    last = reader.journal("first")[-1]
     assert set(last["client_predictors"].values()) <= {"cluster 0", "cluster 1"}
     assert last["personal_clients"] == 10
-    assert passing(tmp_path / "test_ifca.py") == 2
+    assert reader.passing_tests("test_ifca.py") == 2
 
 
-def test_a_server_stage_is_added_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    smaller = ("rounds = 5", "rounds = 1")
-    follow("add_a_server_stage.md", tmp_path, capsys, smaller=smaller)
-    events = read_journal(tmp_path / "first" / "journal.jsonl")
-    stages = [e["name"] for e in events if e["event"] == "client"]
+def test_a_server_stage_is_added_as_the_page_says(reader: Reader) -> None:
+    smaller = Smaller("rounds = 5", "rounds = 1")
+    reader.follow("add_a_server_stage.md", smaller=smaller)
+    clients = [event for event in reader.journal("first") if event["event"] == "client"]
+    stages = [event["name"] for event in clients]
     assert stages == ["train"] * 5 + ["distil"]
-    assert passing(tmp_path / "test_distilled.py") == 1
+    assert reader.passing_tests("test_distilled.py") == 1
 
 
-def test_a_model_is_added_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_model_is_added_as_the_page_says(reader: Reader) -> None:
     path = list(sys.path)
-    follow("add_a_model.md", tmp_path, capsys, fewer=400)
+    reader.follow("add_a_model.md", train_size=400)
     assert sys.path == path
-    start = read_journal(tmp_path / "first" / "journal.jsonl")[0]
+    start = reader.journal("first")[0]
     assert sorted(Path(name).name for name in start["sources"]) == ["layers.py", "nets.py"]
-    assert passing(tmp_path / "test_nets.py") == 2
+    assert reader.passing_tests("test_nets.py") == 2
 
 
-def test_a_partition_is_added_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    follow("add_a_partition.md", tmp_path, capsys, fewer=400)
-    assert "Effect of uneven data" in (tmp_path / "sweep" / "report.html").read_text()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert passing(tmp_path / "test_hospitals.py") == 4
-    del sys.modules["hospitals"]
+def test_a_partition_is_added_as_the_page_says(reader: Reader) -> None:
+    reader.follow("add_a_partition.md", train_size=400)
+    assert "Effect of uneven data" in (reader.folder / "sweep" / "report.html").read_text()
+    with importable(reader.folder, "hospitals"):
+        assert reader.passing_tests("test_hospitals.py") == 4
 
 
-def test_a_stream_is_added_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    follow("tasks.md", tmp_path, capsys)
-    drawn = capsys.readouterr().out
-    assert [f"task {t}, rounds" in drawn for t in (1, 2, 3, 4)] == [True, True, True, False]
+def test_a_stream_is_added_as_the_page_says(reader: Reader) -> None:
+    reader.follow("tasks.md")
+    printed = reader.printed()
+    tasks = [task for task in (1, 2, 3, 4) if f"task {task}, rounds" in printed]
+    assert tasks == [1, 2, 3]
 
 
-def test_a_callback_is_added_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_callback_is_added_as_the_page_says(reader: Reader) -> None:
     clients = 'topology={"clients": 6}'
-    execute("add_a_callback.md", {}, smaller=(clients, f'{clients}, data={{"train_size": 900}}'))
-    said = capsys.readouterr().out.splitlines()
-    assert [line[:8] for line in said[:5]] == [f"round {i}:" for i in range(1, 6)]
-    assert said[5].startswith("stopped after round ")
+    smaller = Smaller(clients, f'{clients}, data={{"train_size": 900}}')
+
+    execute("add_a_callback.md", smaller)
+
+    *rounds, stop = reader.printed().splitlines()[:6]
+    assert [line[:8] for line in rounds] == [f"round {number}:" for number in range(1, 6)]
+    assert stop.startswith("stopped after round ")
 
 
 @pytest.mark.uses("export")
-def test_the_best_round_is_kept_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    follow("keep_the_best_round.md", tmp_path, capsys)
-    execute("keep_the_best_round.md", {})
-    card = (tmp_path / "best" / "README.md").read_text()
-    best = read_journal(tmp_path / "run" / "journal.jsonl")[-1]["best_round"]
+def test_the_best_round_is_kept_as_the_page_says(reader: Reader) -> None:
+    reader.follow("keep_the_best_round.md")
+    execute("keep_the_best_round.md")
+    card = (reader.folder / "best" / "README.md").read_text()
+    best = reader.journal("run")[-1]["best_round"]
     assert f"after round {best} of 100" in card
 
 
-def test_a_metric_is_chosen_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    follow("choose_a_metric.md", tmp_path, capsys)
-    execute("choose_a_metric.md", {})
-    text = (tmp_path / "both" / "tables" / "results.csv").read_text()
+def test_a_metric_is_chosen_as_the_page_says(reader: Reader) -> None:
+    reader.follow("choose_a_metric.md")
+    execute("choose_a_metric.md")
+    text = (reader.folder / "both" / "tables" / "results.csv").read_text()
     assert text.index("margin=4.0") < text.index("margin=0.0")
 
 
-def test_measures_of_both_kinds_are_added_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    follow("add_a_measure.md", tmp_path, capsys, fewer=400)
-    clients = [
-        e
-        for e in read_journal(tmp_path / "run" / "journal.jsonl")
-        if e["event"] == "client" and e["round"] == 4
-    ]
+def test_measures_of_both_kinds_are_added_as_the_page_says(reader: Reader) -> None:
+    reader.follow("add_a_measure.md", train_size=400)
+    journal = reader.journal("run")
+    clients = [event for event in journal if event["event"] == "client" and event["round"] == 4]
     assert len(clients) == 5
-    assert all("sureness" in e and "seconds_sureness.py" in e for e in clients)
-    assert passing(tmp_path / "test_my_measures.py") == 3
+    for event in clients:
+        assert "sureness" in event
+        assert "seconds_sureness.py" in event
+    assert reader.passing_tests("test_my_measures.py") == 3
 
 
 def add_package(page: str, folder: Path) -> int:
@@ -247,23 +293,21 @@ def add_package(page: str, folder: Path) -> int:
 
     Returns how many tests passed; none may fail.
     """
-    commands = []
-    for kind, title, text in blocks(page):
-        if kind == "console":
-            commands += [line.removeprefix("$ fedstill ") for line in text.splitlines()]
-        elif title:
-            path = folder / title
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+    for file in files_on(page):
+        path = folder / file.title
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(file.text, encoding="utf-8")
+
     program = Path(__file__).with_name("with_page_package.py")
-    done = subprocess.run(
+    commands = [command.removeprefix("fedstill ") for command in commands_on(page)]
+    process = subprocess.run(
         [sys.executable, str(program), str(folder), *commands],
         cwd=folder,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = re.search(r"(\d+) passed", done.stdout)
+    assert process.returncode == 0, process.stdout + process.stderr
+    passed = re.search(r"(\d+) passed", process.stdout)
     assert passed is not None
     return int(passed[1])
 
@@ -275,40 +319,35 @@ def test_an_observer_is_added_as_the_page_says(tmp_path: Path) -> None:
 @pytest.mark.uses("flower")
 def test_a_client_hook_is_added_as_the_page_says(tmp_path: Path) -> None:
     assert add_package("add_a_client_hook.md", tmp_path) == 4
-    events = read_journal(tmp_path / "rounded" / "journal.jsonl")
-    errors = [event["rounding_error"] for event in events if event["event"] == "client"]
+    clients = journal_events(tmp_path / "rounded", event="client")
+    errors = [event["rounding_error"] for event in clients]
     assert len(errors) == 8
     assert all(error > 0 for error in errors)
 
 
-def test_a_data_set_is_added_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for kind, title, text in blocks("add_a_data_set.md"):
-        if kind == "csv":
-            (tmp_path / title).write_text(text)
-        if kind == "python" and not title:
-            exec(compile(text, "add_a_data_set.md", "exec"), {})
-    in_memory = read_journal(tmp_path / "runs" / "hospitals" / "journal.jsonl")[0]
+def test_a_data_set_is_added_as_the_page_says(reader: Reader) -> None:
+    page = "add_a_data_set.md"
+    for file in files_on(page):
+        if file.language == "csv":
+            (reader.folder / file.title).write_text(file.text)
+    for text in untitled(page, "python"):
+        execute_text(text, page, {})
+    in_memory = reader.journal("runs/hospitals")[0]
     assert in_memory["client_names"] == ["harbour", "hill", "north"]
-    follow("add_a_data_set.md", tmp_path, capsys)
-    starts = [
-        read_journal(tmp_path / "runs" / run / "journal.jsonl")[0]
+
+    reader.follow(page)
+
+    patients, news, waves, stations, tones = [
+        reader.journal(f"runs/{run}")[0]
         for run in ("patients", "news", "waves", "stations", "tones")
     ]
-    assert [start["inputs"]["kind"] for start in starts] == [
-        "table",
-        "text",
-        "series",
-        "table",
-        "series",
-    ]
-    assert starts[4]["inputs"]["shape"] == [65, 129]
-    assert starts[0]["client_names"] == ["harbour", "hill", "north"]
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert passing(tmp_path / "test_mine.py") == 2
-    del sys.modules["mine"]
+    starts = (patients, news, waves, stations, tones)
+    kinds = [start["inputs"]["kind"] for start in starts]
+    assert kinds == ["table", "text", "series", "table", "series"]
+    assert tones["inputs"]["shape"] == [65, 129]
+    assert patients["client_names"] == ["harbour", "hill", "north"]
+    with importable(reader.folder, "mine"):
+        assert reader.passing_tests("test_mine.py") == 2
 
 
 @pytest.mark.skipif(
@@ -316,54 +355,43 @@ def test_a_data_set_is_added_as_the_page_says(
     reason="the extra onnx is not installed: pip install 'fedstill[onnx]', as make test does",
 )
 @pytest.mark.uses("export")
-def test_a_model_is_used_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_model_is_used_as_the_page_says(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    follow("use_the_model.md", tmp_path, capsys)
-    space: dict[str, object] = {}
+    reader.follow("use_the_model.md")
     try:
-        execute("use_the_model.md", space)
+        execute("use_the_model.md")
     finally:
         sys.modules.pop("model", None)
-    said = capsys.readouterr().out
-    assert "<Result: fedntd on digits, seed 1: accuracy" in said
-    assert "accuracy, last [%]" in said
+
+    printed = reader.printed()
+    assert "<Result: fedntd on digits, seed 1: accuracy" in printed
+    assert "accuracy, last [%]" in printed
 
 
 @pytest.mark.uses("attribution", "querying")
-def test_who_made_the_model_forget_is_asked_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_cause_of_forgetting_is_found_as_the_page_says(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
-    follow("why.md", tmp_path, capsys, fewer=300, smaller=("rounds = 20", "rounds = 8"))
-    assert (tmp_path / "forgets" / "why.jsonl").is_file(), (
-        "round 4 is not one that the config measures"
-    )
+    reader.follow("why.md", train_size=300, smaller=Smaller("rounds = 20", "rounds = 8"))
+    looks = reader.folder / "forgets" / "why.jsonl"
+    assert looks.is_file(), "the config does not measure round 4"
 
 
 @pytest.mark.uses("unlearning")
-def test_a_hospital_leaves_as_the_tutorial_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_hospital_leaves_as_the_tutorial_says(reader: Reader) -> None:
     page = "tutorials/a_hospital_leaves.md"
-    execute(page, {})
-    follow(page, tmp_path, capsys, smaller=("rounds = 10", "rounds = 2"))
-    new = tmp_path / "runs" / "hospitals-without-client2-retraining"
-    assert (new / "certificate.json").is_file()
-    assert 'id="unlearning"' in (tmp_path / "unlearning.html").read_text()
+    execute(page)
+    reader.follow(page, smaller=Smaller("rounds = 10", "rounds = 2"))
+    retrained = reader.folder / "runs" / "hospitals-without-client2-retraining"
+    assert (retrained / "certificate.json").is_file()
+    assert 'id="unlearning"' in (reader.folder / "unlearning.html").read_text()
 
 
 @pytest.mark.uses("unlearning")
-def test_a_backdoor_is_planted_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    execute("unlearning.md", names, smaller=("rounds=10", "rounds=2"))
+@pytest.mark.usefixtures("reader")
+def test_a_backdoor_is_planted_as_the_page_says() -> None:
+    names = execute("unlearning.md", Smaller("rounds=10", "rounds=2"))
     planted_labels = names["planted"].train.labels[:100]
     assert set(planted_labels.tolist()) == {0}
     assert set(names["result"].certificate["measurements"]["backdoor"]) == {"original", "unlearned"}
@@ -376,40 +404,47 @@ def test_a_backdoor_is_planted_as_the_page_says(
     "'fedstill[tensorboard,mlflow]'",
 )
 @pytest.mark.slow
-def test_runs_are_tracked_as_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_tracked_as_the_page_says(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri := f"sqlite:///{tmp_path / 'mlflow.db'}")
-    follow("track.md", tmp_path, capsys, fewer=400)
-    there = mlflow.MlflowClient(tracking_uri=uri)
-    runs = there.search_runs([there.get_experiment_by_name("fedstill").experiment_id])
-    assert {r.info.run_name for r in runs} == {"run", "fedavg, seed 1"}
-    assert all(
-        (tmp_path / "both" / m / f"seed{s}" / "tensorboard").is_dir()
-        for m in ("fedavg", "fedntd")
-        for s in (1, 2)
-    )
-    execute("track.md", {})
-    said = capsys.readouterr().out
-    assert "printed seed 1" in said
-    assert said.endswith("finished\n")
+    uri = f"sqlite:///{reader.folder / 'mlflow.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+
+    reader.follow("track.md", train_size=400)
+
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("fedstill")
+    runs = client.search_runs([experiment.experiment_id])
+    assert {tracked.info.run_name for tracked in runs} == {"run", "fedavg, seed 1"}
+    for method, seed in product(("fedavg", "fedntd"), (1, 2)):
+        run = reader.folder / "both" / method / f"seed{seed}"
+        assert (run / "tensorboard").is_dir()
+
+    execute("track.md")
+    printed = reader.printed()
+    assert "printed seed 1" in printed
+    assert printed.endswith("finished\n")
 
 
 @pytest.mark.parametrize("page", ["../README.md", "start.md"])
-def test_the_first_config_of_the_front_pages_is_the_one_that_their_commands_take(
+def test_the_commands_of_the_front_pages_are_on_runs_of_their_first_config(
     page: str, tmp_path: Path
 ) -> None:
-    text = next(text for kind, _, text in blocks(page) if kind == "toml")
-    (tmp_path / "my.toml").write_text(text)
-    what = load(tmp_path / "my.toml")
-    resolve(what)
-    named = re.findall(r"runs/(\w+)-(\w+)-seed(\d+)-1", (ROOT / "docs" / page).read_text())
-    assert set(named) <= {
-        (what.table("method")["name"], what.table("data")["name"], str(what.seed))
-    }
+    path = tmp_path / "my.toml"
+    path.write_text(toml_on(page)[0])
+    experiment = load(path)
+    resolve(experiment)
+    method = experiment.table("method")["name"]
+    data = experiment.table("data")["name"]
+
+    text = (ROOT / "docs" / page).read_text()
+    folders = re.findall(r"runs/\w+-\w+-seed\d+-1", text)
+    assert set(folders) <= {f"runs/{method}-{data}-seed{experiment.seed}-1"}
+
+
+def toml_on(page: str) -> list[str]:
+    """The blocks of TOML of a page."""
+    return [block.text for block in blocks(page) if block.language == "toml"]
 
 
 WITH_CONFIGS = (
@@ -425,14 +460,16 @@ WITH_CONFIGS = (
 
 @pytest.mark.parametrize("page", WITH_CONFIGS)
 def test_the_configs_shown_resolve(page: str, tmp_path: Path) -> None:
-    shown = [text for kind, _, text in blocks(page) if kind == "toml"]
-    assert shown
-    for i, text in enumerate(shown):
-        path = tmp_path / f"{i}.toml"
+    configs = toml_on(page)
+    assert configs
+    for number, text in enumerate(configs):
+        path = tmp_path / f"{number}.toml"
         path.write_text(text)
         resolve(load(path))
 
 
-def test_the_python_shown_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    execute("from_python.md", {}, apart=True)
+@pytest.mark.usefixtures("reader")
+def test_the_python_shown_runs() -> None:
+    """The blocks of this page do not share names."""
+    for text in untitled("from_python.md", "python"):
+        execute_text(text, "from_python.md", {})
