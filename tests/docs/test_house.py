@@ -230,7 +230,8 @@ def test_folders_beside_the_package_have_rows_that_are_not_in_the_total(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "status"), [("tools", 1), ("examples", 1), ("benchmarks", 1), ("results", 0)]
+    ("name", "status"),
+    [("tools", 1), ("examples", 1), ("benchmarks", 1), ("tests", 1), ("results", 0)],
 )
 def test_the_gates_hold_in_the_folders_beside_the_package(
     tmp_path: Path, name: str, status: int
