@@ -1,15 +1,15 @@
-"""The suite once for each kind of machine that this one can pretend to be, and a table of how it
-went.
+"""Runs the test suite once for each kind of machine that this one can imitate, and writes a table
+of the results.
 
     make grid                       all rows: most of an hour on two cores
-    make grid ROWS=avx2,threads     some rows; a word names all rows that begin with it
+    make grid ROWS=avx2,threads     some rows; a word selects all rows that begin with it
     make grid ARGS="--folder /elsewhere tests/methods"
 
-One thing differs in each row: what torch's own kernels may use of the processor, what oneDNN's may,
-the number of threads, the Python, or all versions, which are then the oldest that pyproject.toml
-allows. A row that needs what this machine does not have (an interpreter, AVX-512) is left out, and
-the table says so. The table grows as rows finish, in build/grid/table.md, beside each row's whole
-output.
+Each row changes one thing: the instructions that torch's kernels or oneDNN's may use, the number of
+threads, the version of Python, or all versions, which are then the oldest that pyproject.toml
+allows. A row is left out if it needs something that this machine lacks, such as an interpreter or
+AVX-512; the table names the reason. The table, build/grid/table.md, grows as rows finish. The
+output of each row is in a file beside it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -31,8 +32,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.peers.environments import NotInstalled, interpreter, uv  # noqa: E402
 
 PACKAGE = f"{ROOT}[test,tensorboard,docs,flower,flower-datasets]"
-"""With the extras that make test installs, but for onnx, which the oldest torch does not have."""
-SIDE_BY_SIDE = (
+"""The package with the extras that ``make test`` installs, except onnx, which the oldest torch
+lacks.
+"""
+
+PYTEST_OPTIONS = (
     "-n",
     "auto",
     "--dist",
@@ -41,27 +45,42 @@ SIDE_BY_SIDE = (
     "-p",
     "no:cacheprovider",
 )
+
 PROBE = """
-import platform, torch
-torch.set_num_threads(int(__import__("os").environ.get("FEDSTILL_TEST_THREADS", "1")))
-print("Python", platform.python_version(), "torch", torch.__version__, torch.backends.cpu.get_cpu_capability(),
-      torch.get_num_threads())
-"""  # noqa: E501
+import os
+import platform
+import torch
+
+torch.set_num_threads(int(os.environ.get("FEDSTILL_TEST_THREADS", "1")))
+capability = torch.backends.cpu.get_cpu_capability()
+print("Python", platform.python_version(), "torch", torch.__version__, capability)
+print(torch.get_num_threads())
+"""
+"""A program that prints what the suite runs on."""
+
 HEAD = (
     "| row | what differs | ran on | passed | failed | skipped | seconds |\n"
     "|---|---|---|---:|---:|---:|---:|\n"
 )
-INSTALL_SECONDS, ROW_SECONDS = 3600.0, 7200.0
+
+INSTALL_SECONDS = 3600.0
+ROW_SECONDS = 7200.0
+
+SUMMARY = re.compile(r"\d+ (passed|failed|errors?)\b.* in ")
+"""The last line of pytest's output."""
 
 
-class NotHere(Exception):
-    """What a row needs and this machine does not have."""
+class NotOnThisMachine(Exception):
+    """A row needs something that this machine does not have."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A name, what is set in the environment, the Python (ours if empty), and a processor flag that
-    it needs.
+    """A row of the table.
+
+    settings: variables of the environment. python: the version of the interpreter; empty for ours.
+    oldest: whether the oldest versions are installed. flag: the processor's flag that the row
+    needs.
     """
 
     name: str
@@ -71,12 +90,15 @@ class Row:
     flag: str = ""
 
     @property
-    def differs(self) -> str:
-        """What it is that differs, for people."""
-        said = [f"{k}={v}" for k, v in self.settings.items()]
-        return ", ".join(said) or (
-            "the oldest versions" if self.oldest else self.python and f"Python {self.python}"
-        )
+    def difference(self) -> str:
+        """What differs from an ordinary run."""
+        if self.settings:
+            return ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        if self.oldest:
+            return "the oldest versions"
+        if self.python:
+            return f"Python {self.python}"
+        return ""
 
 
 def _threads(count: str) -> Row:
@@ -92,136 +114,167 @@ ROWS = (
     Row("onednn-sse41", {"ONEDNN_MAX_CPU_ISA": "SSE41"}),
     Row("onednn-avx2", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, flag="avx2"),
     Row("onednn-avx512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, flag="avx512f"),
-    *map(_threads, ("1", "2", "4")),
-    *(Row(f"python-{version}", python=version) for version in ("3.11", "3.12", "3.13")),
+    _threads("1"),
+    _threads("2"),
+    _threads("4"),
+    Row("python-3.11", python="3.11"),
+    Row("python-3.12", python="3.12"),
+    Row("python-3.13", python="3.13"),
     Row("oldest", python="3.11", oldest=True),
 )
 
 
 @dataclass(frozen=True)
-class Came:
-    """The result of a row."""
+class RowResult:
+    """The result of a row.
+
+    ran_on: versions, instructions and threads. counts: the number of tests by outcome. failing: the
+    tests that failed.
+    """
 
     ran_on: str
     counts: Mapping[str, int]
     failing: Sequence[str]
     seconds: float
 
+    def table_line(self, row: Row) -> str:
+        """The line of the table."""
+        errors = self.counts.get("failed", 0) + self.counts.get("error", 0)
+        failed = max(errors, len(self.failing))
+        passed = self.counts.get("passed", 0)
+        skipped = self.counts.get("skipped", 0)
+        cells = (row.name, row.difference, self.ran_on, passed, failed, skipped)
+        return f"| {' | '.join(map(str, cells))} | {self.seconds:.0f} |\n"
 
-def chosen(words: str) -> list[Row]:
-    """The rows that words, separated by commas, name by how they begin; all if there are none.
-    Raises SystemExit.
+
+def selected_rows(words: str) -> list[Row]:
+    """The rows whose names begin with one of the words, which commas separate; all rows if there
+    are no words. Raises SystemExit for a word without a row.
     """
-    wanted = [w for w in words.split(",") if w]
-    for word in wanted:
-        if not any(row.name.startswith(word) for row in ROWS):
-            raise SystemExit(
-                f"grid: no row begins with {word!r}; there are "
-                f"{', '.join(row.name for row in ROWS)}"
-            )
-    return [row for row in ROWS if not wanted or any(row.name.startswith(word) for word in wanted)]
+    prefixes = tuple(word for word in words.split(",") if word)
+    if not prefixes:
+        return list(ROWS)
+    names = [row.name for row in ROWS]
+    for prefix in prefixes:
+        if not any(name.startswith(prefix) for name in names):
+            raise SystemExit(f"grid: no row begins with {prefix!r}; there are {', '.join(names)}")
+    return [row for row in ROWS if row.name.startswith(prefixes)]
 
 
-def environment(row: Row, folder: Path, more: Sequence[str]) -> Path:
-    """The interpreter of a row, with an environment made for it where it is not ours; raises
-    NotInstalled.
+def environment(row: Row, folder: Path, uv_arguments: Sequence[str]) -> Path:
+    """The interpreter of a row. Unless the row uses ours, its environment is made if necessary.
+    Raises NotInstalled.
     """
     if not row.python:
         return Path(sys.executable)
+    versions = ["-c", str(ROOT / "constraints.txt")]
+    if row.oldest:
+        versions = ["--resolution", "lowest-direct"]
+    files = [ROOT / "pyproject.toml", ROOT / "constraints.txt"]
+    request = "\n".join([*versions, *uv_arguments, *(file.read_text() for file in files)])
+
     place = folder / row.name
-    python, ready = place / "bin" / "python", place / "ready"
-    how = ["--resolution", "lowest-direct"] if row.oldest else ["-c", str(ROOT / "constraints.txt")]
-    asked = "\n".join(
-        [*how, *more, (ROOT / "pyproject.toml").read_text(), (ROOT / "constraints.txt").read_text()]
-    )
-    if not (ready.is_file() and ready.read_text() == asked and python.exists()):
+    python = place / "bin" / "python"
+    installed = place / "ready"
+    is_current = installed.is_file() and installed.read_text() == request
+    if not is_current or not python.exists():
         uv(["venv", "--clear", "--python", interpreter(row.python), str(place)], INSTALL_SECONDS)
-    uv(["pip", "install", "--python", str(python), *more, *how, "-e", PACKAGE], INSTALL_SECONDS)
-    ready.write_text(asked)
+    options = ["--python", str(python), *uv_arguments, *versions]
+    uv(["pip", "install", *options, "-e", PACKAGE], INSTALL_SECONDS)
+    installed.write_text(request)
     return python
 
 
-def flags() -> set[str]:
-    """What this machine's processor has, by Linux's names; nothing on other systems."""
-    told = Path("/proc/cpuinfo")
-    return (
-        set(re.findall(r"^flags\s*:\s*(.*)$", told.read_text(), re.M)[0].split())
-        if told.exists()
-        else set()
-    )
+def processor_flags() -> set[str]:
+    """The flags of this machine's processor, by Linux's names; empty on other systems."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return set()
+    lines = re.findall(r"^flags\s*:\s*(.*)$", path.read_text(), re.MULTILINE)
+    return set(lines[0].split())
 
 
-def carried_out(row: Row, folder: Path, more: Sequence[str], tests: Sequence[str]) -> Came:
-    """Run the suite as a row has it, its output in a file; raises NotInstalled or NotHere."""
-    if row.flag and row.flag not in flags():
-        raise NotHere(f"this processor has no {row.flag}")
-    python = environment(row, folder, more)
-    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    settings = {**inherited, **row.settings, "PYTHONPATH": str(ROOT / "src")}
-    probed = subprocess.run(
+def row_result(
+    row: Row, folder: Path, uv_arguments: Sequence[str], tests: Sequence[str]
+) -> RowResult:
+    """Run the suite for a row, with its output in a file. Raises NotInstalled and
+    NotOnThisMachine.
+    """
+    if row.flag and row.flag not in processor_flags():
+        raise NotOnThisMachine(f"this processor has no {row.flag}")
+    python = environment(row, folder, uv_arguments)
+    settings = {**os.environ, **row.settings, "PYTHONPATH": str(ROOT / "src")}
+    settings.pop("PYTHONDONTWRITEBYTECODE", None)
+    probe = subprocess.run(
         [str(python), "-c", PROBE], env=settings, capture_output=True, text=True, check=False
     )
+
     began = time.monotonic()
     output = folder / f"{row.name}.log"
     with output.open("w", encoding="utf-8") as log:
-        command = [str(python), "-m", "pytest", *SIDE_BY_SIDE, *tests]
-        try:
-            subprocess.run(
-                command,
-                env=settings,
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-                timeout=ROW_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            log.write(f"\nended after {ROW_SECONDS:.0f} s\n")
+        run_suite([str(python), "-m", "pytest", *PYTEST_OPTIONS, *tests], settings, log)
+    seconds = time.monotonic() - began
+
     lines = output.read_text(errors="replace").splitlines()
-    last = next(
-        (
-            line
-            for line in reversed(lines)
-            if re.search(r"\d+ (passed|failed|errors?)\b.* in ", line)
-        ),
-        "",
-    )
-    counts = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+    summary = next(filter(SUMMARY.search, reversed(lines)), "")
+    outcomes = re.findall(r"(\d+) (passed|failed|skipped|error)", summary)
     failing = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    if not last:
-        failing.append(f"no summary: {lines[-1] if lines else 'no output'}")
-    ran_on = " ".join(probed.stdout.split()) or "?"
-    return Came(ran_on, counts, failing, time.monotonic() - began)
+    if not summary:
+        last_line = "no output"
+        if lines:
+            last_line = lines[-1]
+        failing.append(f"no summary: {last_line}")
+    return RowResult(
+        ran_on=" ".join(probe.stdout.split()) or "?",
+        counts={outcome: int(count) for count, outcome in outcomes},
+        failing=failing,
+        seconds=seconds,
+    )
 
 
-def in_the_table(row: Row, came: Came) -> str:
-    """The row's line."""
-    count = came.counts.get
-    failed = max(count("failed", 0) + count("error", 0), len(came.failing))
-    numbers = f"{count('passed', 0)} | {failed} | {count('skipped', 0)} | {came.seconds:.0f}"
-    return f"| {row.name} | {row.differs} | {came.ran_on} | {numbers} |\n"
+def run_suite(command: Sequence[str], settings: Mapping[str, str], log: IO[str]) -> None:
+    """Run pytest; it is ended if it takes too long."""
+    try:
+        subprocess.run(
+            command,
+            env=settings,
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+            timeout=ROW_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        log.write(f"\nended after {ROW_SECONDS:.0f} s\n")
 
 
-def main() -> int:
-    """Run the rows; 1 if a test failed in any."""
+def arguments() -> argparse.Namespace:
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--rows", default="", help="names, or how they begin, separated by commas; all if empty"
+        "--rows", default="", help="the beginnings of names, separated by commas (default: all)"
     )
     parser.add_argument(
         "--folder",
         type=Path,
         default=ROOT / "build/grid",
-        help="of environments, outputs and table",
+        help="the folder of environments, outputs and the table",
     )
     parser.add_argument("--pip-args", default="", help="further arguments for uv pip install")
-    parser.add_argument("tests", nargs="*", help="what pytest runs instead of everything")
-    given = parser.parse_args()
-    wanted, folder = chosen(given.rows), given.folder.absolute()
+    parser.add_argument("tests", nargs="*", help="arguments for pytest (default: all tests)")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the rows; return 1 if a test failed in any of them."""
+    options = arguments()
+    rows = selected_rows(options.rows)
+    folder = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     failing: dict[str, Sequence[str]] = {}
+
     with (folder / "table.md").open("a", encoding="utf-8") as table:
 
         def say(text: str) -> None:
@@ -229,21 +282,22 @@ def main() -> int:
             table.flush()
             print(text, end="", flush=True)
 
-        say(
-            f"\n{platform.platform()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d %H:%M')}\n"
-            f"\n{HEAD}"
-        )
-        for row in wanted:
+        date = time.strftime("%Y-%m-%d %H:%M")
+        say(f"\n{platform.platform()}, {os.cpu_count()} cores, {date}\n\n{HEAD}")
+        for row in rows:
             try:
-                came = carried_out(row, folder, given.pip_args.split(), given.tests)
-            except (NotInstalled, NotHere) as why:
-                say(f"| {row.name} | {row.differs} | left out: {why} | | | | |\n")
+                result = row_result(row, folder, options.pip_args.split(), options.tests)
+            except (NotInstalled, NotOnThisMachine) as error:
+                say(f"| {row.name} | {row.difference} | left out: {error} | | | | |\n")
                 continue
-            say(in_the_table(row, came))
-            failing |= {row.name: came.failing} if came.failing else {}
+            say(result.table_line(row))
+            if result.failing:
+                failing[row.name] = result.failing
         for name, tests in failing.items():
-            say(f"\n{name}:\n" + "".join(f"  {test}\n" for test in tests))
-    return 1 if failing else 0
+            say(f"\n{name}:\n")
+            for test in tests:
+                say(f"  {test}\n")
+    return int(bool(failing))
 
 
 if __name__ == "__main__":

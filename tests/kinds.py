@@ -10,7 +10,8 @@ from torch import Tensor
 from fedstill.data.dataset import Dataset
 from fedstill.data.sources import from_tensors
 
-CLASSES, VOCABULARY = 4, 30
+CLASSES = 4
+VOCABULARY = 30
 SHAPES: dict[str, tuple[int, ...]] = {"table": (6,), "series": (2, 16), "text": (12,)}
 NETWORKS: dict[str, dict[str, object]] = {
     "table": {"name": "mlp", "hidden": (8,)},
@@ -24,14 +25,20 @@ def small_data(kind: str, size: int = 72) -> Dataset:
     class prefers.
     """
     draw = torch.Generator().manual_seed(0)
+    train = _examples(kind, size, draw)
+    test = _examples(kind, 40, draw)
+    names = [f"class {number}" for number in range(CLASSES)]
+    if kind == "text":
+        return from_tensors("small text", train, test, classes=names, vocabulary=VOCABULARY)
+    return from_tensors(f"small {kind}", train, test, classes=names, kind=kind)  # type: ignore[arg-type]
 
-    def some(n: int) -> tuple[Tensor, Tensor]:
-        labels = torch.arange(n) % CLASSES
-        return (_texts(labels, draw) if kind == "text" else _numbers(kind, labels, draw)), labels
 
-    names = [f"class {c}" for c in range(CLASSES)]
-    own = {"vocabulary": VOCABULARY} if kind == "text" else {"kind": kind}
-    return from_tensors(f"small {kind}", some(size), some(40), classes=names, **own)  # type: ignore[arg-type]
+def _examples(kind: str, count: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The values of examples, and their labels."""
+    labels = torch.arange(count) % CLASSES
+    if kind == "text":
+        return _texts(labels, draw), labels
+    return _numbers(kind, labels, draw), labels
 
 
 def _numbers(kind: str, labels: Tensor, draw: torch.Generator) -> Tensor:
@@ -41,13 +48,16 @@ def _numbers(kind: str, labels: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def _texts(labels: Tensor, draw: torch.Generator) -> Tensor:
-    """Half of the words are of the class, each text has another length, and the first has none at
-    all.
+    """Half of the words are typical of the class. Each text has another length, and the first one
+    is empty.
     """
     length = SHAPES["text"][0]
-    own = 1 + 7 * labels.unsqueeze(1) + torch.randint(7, (len(labels), length), generator=draw)
-    any_ = torch.randint(1, VOCABULARY, (len(labels), length), generator=draw)
-    words = torch.where(torch.rand(len(labels), length, generator=draw) < 0.5, own, any_)
+    shape = (len(labels), length)
+    typical = 1 + 7 * labels.unsqueeze(1) + torch.randint(7, shape, generator=draw)
+    arbitrary = torch.randint(1, VOCABULARY, shape, generator=draw)
+    is_typical = torch.rand(shape, generator=draw) < 0.5
+    words = torch.where(is_typical, typical, arbitrary)
+
     ends = torch.randint(3, length + 1, (len(labels), 1), generator=draw)
     ends[0] = 0
     return words * (torch.arange(length) < ends)

@@ -1,5 +1,5 @@
-"""The grid's rows: how they are chosen, what the table says of one, and that a failing test is
-named.
+"""The rows of the grid: how they are selected, their lines in the table, and the names of failing
+tests.
 """
 
 from __future__ import annotations
@@ -12,55 +12,55 @@ import pytest
 
 import grid
 
+TESTS = """
+def test_good():
+    pass
 
-def test_rows_are_chosen_by_how_their_names_begin() -> None:
-    assert grid.chosen("") == list(grid.ROWS)
-    assert [row.name for row in grid.chosen("threads,avx2")] == [
-        "avx2",
-        "threads-1",
-        "threads-2",
-        "threads-4",
-    ]
+def test_bad():
+    raise ValueError("no good")
+"""
+
+
+def test_rows_are_selected_by_the_beginnings_of_their_names() -> None:
+    assert grid.selected_rows("") == list(grid.ROWS)
+    names = [row.name for row in grid.selected_rows("threads,avx2")]
+    assert names == ["avx2", "threads-1", "threads-2", "threads-4"]
     with pytest.raises(SystemExit, match="'sse'"):
-        grid.chosen("avx2,sse")
+        grid.selected_rows("avx2,sse")
 
 
-def test_the_table_says_what_differed_and_how_it_went() -> None:
-    (row,) = grid.chosen("onednn-avx2")
-    came = grid.Came("Python 3.11.7", {"passed": 7, "failed": 1, "error": 2}, ["a", "b", "c"], 12.3)
-    assert grid.in_the_table(row, came) == (
-        "| onednn-avx2 | ONEDNN_MAX_CPU_ISA=AVX2 | Python 3.11.7 | 7 | 3 | 0 | 12 |\n"
-    )
+def test_a_line_of_the_table_has_the_difference_and_the_counts() -> None:
+    (row,) = grid.selected_rows("onednn-avx2")
+    counts = {"passed": 7, "failed": 1, "error": 2}
+
+    result = grid.RowResult("Python 3.11.7", counts, failing=["a", "b", "c"], seconds=12.3)
+
+    expected = "| onednn-avx2 | ONEDNN_MAX_CPU_ISA=AVX2 | Python 3.11.7 | 7 | 3 | 0 | 12 |\n"
+    assert result.table_line(row) == expected
 
 
-def test_what_a_row_needs_and_this_machine_has_not_is_said() -> None:
-    with pytest.raises(grid.NotHere, match="no amiga"):
-        grid.carried_out(grid.Row("other", flag="amiga"), Path(), (), ())
+def test_a_row_that_this_machine_cannot_run_has_a_reason() -> None:
+    with pytest.raises(grid.NotOnThisMachine, match="no amiga"):
+        grid.row_result(grid.Row("other", flag="amiga"), Path(), (), ())
+
+
+def grid_process(folder: Path, rows: str) -> subprocess.CompletedProcess[str]:
+    """Run some rows with the tests in a folder."""
+    command = [sys.executable, grid.__file__, "--rows", rows, "--folder", str(folder), str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
-def test_a_failing_test_is_named_and_the_table_kept(tmp_path: Path) -> None:
-    (tmp_path / "test_two.py").write_text(
-        "def test_good(): pass\ndef test_bad(): raise ValueError('no good')\n"
-    )
-    command = [
-        sys.executable,
-        grid.__file__,
-        "--rows",
-        "as-it-is,python-9",
-        "--folder",
-        str(tmp_path),
-        str(tmp_path),
-    ]
-    assert (
-        "'python-9'" in subprocess.run(command, capture_output=True, text=True, check=False).stderr
-    )
-    command[3] = "as-it-is,default"
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.count("| 1 | 1 | 0 |") == 2
-    assert "Python" in done.stdout
-    assert "DEFAULT" in done.stdout, "the processor that torch took it for"
-    assert done.stdout.count("test_two.py::test_bad") == 2
-    assert (tmp_path / "table.md").read_text() == done.stdout
+def test_failing_tests_are_named_and_the_table_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "test_two.py").write_text(TESTS)
+    assert "'python-9'" in grid_process(tmp_path, "as-it-is,python-9").stderr
+
+    process = grid_process(tmp_path, "as-it-is,default")
+
+    assert process.returncode == 1, process.stderr
+    assert process.stdout.count("| 1 | 1 | 0 |") == 2
+    assert "Python" in process.stdout
+    assert "DEFAULT" in process.stdout, "the instructions that torch uses"
+    assert process.stdout.count("test_two.py::test_bad") == 2
+    assert (tmp_path / "table.md").read_text() == process.stdout
     assert "no good" in (tmp_path / "default.log").read_text()
