@@ -1,6 +1,4 @@
-"""Small data, and a toy method for each topology: enough to prove that one round loop hosts them
-all.
-"""
+"""Small data and experiments, and a toy method for each topology."""
 
 from __future__ import annotations
 
@@ -41,7 +39,11 @@ from fedstill.data.sources import from_tensors
 from fedstill.losses import cross_entropy, kd
 from fedstill.models.predictors import predictor
 
-CLASSES, SIDE = 5, 4
+CLASSES = 5
+
+SIDE = 4
+"""The height and width of the images."""
+
 THREADS = int(os.environ.get("FEDSTILL_TEST_THREADS", "1"))
 """Torch threads in tests and in their runs; ``make grid`` varies them."""
 DEVICE = os.environ.get("FEDSTILL_TEST_DEVICE", "cpu")
@@ -74,30 +76,31 @@ def blobs_of(side: int, seed: int = 0, size: int = 300) -> Dataset:
     draw = torch.Generator().manual_seed(seed)
     centres = torch.randn(CLASSES, side * side, generator=draw)
 
-    def some(n: int) -> tuple[Tensor, Tensor]:
-        labels = torch.arange(n) % CLASSES
-        values = centres[labels] + 0.7 * torch.randn(n, side * side, generator=draw)
-        return (128 + 45 * values).clamp(0, 255).to(torch.uint8).reshape(n, 1, side, side), labels
+    def images(count: int) -> tuple[Tensor, Tensor]:
+        """Images and their labels."""
+        labels = torch.arange(count) % CLASSES
+        values = centres[labels] + 0.7 * torch.randn(count, side * side, generator=draw)
+        pixels = (128 + 45 * values).clamp(0, 255).to(torch.uint8)
+        return pixels.reshape(count, 1, side, side), labels
 
-    return from_tensors(
-        "blobs", some(size), some(100), classes=[f"class {c}" for c in range(CLASSES)]
-    )
+    names = [f"class {number}" for number in range(CLASSES)]
+    return from_tensors("blobs", images(size), images(100), classes=names)
 
 
 SMALLER: dict[str, object] = {
     "analytic": {"name": "analytic", "width": 40},
     "fedgen": {"name": "fedgen", "samples": 320},
 }
-"""By name, methods whose defaults compute for longer than a toy may, with the fields that a toy
-gives them.
-"""
+"""Methods whose defaults compute for long, by name, with smaller fields."""
 
 
 def toy(method: object = "fedavg", **changes: object) -> Experiment:
     """A small experiment on blobs: six clients, three rounds.
 
-    It names the engine with the reference's bits: auto would stack these clients.
+    Its engine has the bits of the serial engine; ``auto`` would stack these clients.
     """
+    if isinstance(method, str):
+        method = SMALLER.get(method, method)
     values: dict[str, object] = {
         "rounds": 3,
         "seed": 7,
@@ -107,7 +110,7 @@ def toy(method: object = "fedavg", **changes: object) -> Experiment:
         "reuse": False,
         "measure_every": 2,
         "model": {"name": "mlp", "hidden": (8,)},
-        "method": SMALLER.get(method, method) if isinstance(method, str) else method,
+        "method": method,
         "partition": {"kind": "dirichlet", "alpha": 1.0, "min_size": 4},
         "topology": {"clients": 6, "sampled": 4},
         "plan": {"epochs": 2, "batch": 20, "lr": 0.2},
@@ -129,11 +132,18 @@ def asking_again(**changes: object) -> Experiment:
     """QKT with queries that clients raise in the run, twice, the second time with more of their
     data.
     """
-    by = {"by": ["lack", "accuracy"], "fewer_than": 3, "accuracy_under": 0.9}
+    query = {
+        "draw": "all",
+        "by": ["lack", "accuracy"],
+        "fewer_than": 3,
+        "accuracy_under": 0.9,
+        "again": "mixed",
+        "data_at_first": 0.5,
+    }
     values: dict[str, object] = {
         "rounds": 2,
         "topology": {"clients": 6},
-        "query": {"draw": "all", **by, "again": "mixed", "data_at_first": 0.5},
+        "query": query,
         "plan": {"epochs": 3, "batch": 10, "lr": 0.05, "validation": 0.2},
     }
     return toy("qkt", **{**values, **changes})
@@ -152,18 +162,19 @@ def on_simplex(of: str = "mlp", **arguments: object) -> dict[str, object]:
 
 def two_networks(own: str = "mlp", **arguments: object) -> dict[str, object]:
     """A client's own network and a shared one."""
-    own_arguments = arguments or ({"hidden": (6,)} if own == "mlp" else {})
-    both = {
+    if own == "mlp" and not arguments:
+        arguments = {"hidden": (6,)}
+    return {
+        "name": "pair",
         "own": own,
-        "own_arguments": own_arguments,
+        "own_arguments": arguments,
         "shared": "mlp",
         "shared_arguments": {"hidden": (8,)},
     }
-    return {"name": "pair", **both}
 
 
 def has(package: str) -> bool:
-    """Whether an outer package of fedstill is there; ``pytest --block PACKAGE`` blocks one."""
+    """Whether an outer package of fedstill is installed; ``pytest --block PACKAGE`` blocks one."""
     try:
         return find_spec(f"fedstill.{package}") is not None
     except ModuleNotFoundError:
@@ -171,23 +182,30 @@ def has(package: str) -> bool:
 
 
 def suited(name: str) -> dict[str, object]:
-    """What a toy experiment with a method needs: one round among peers, public data, queries, a
-    network of its kind.
+    """The settings that a toy experiment with a method needs: one round among peers, public data,
+    queries, a network of its kind.
     """
     built = lookup("method", name).build()
-    peers = built.topology == "peer_to_peer"
-    # Without queries, CLUE and QKT fit the clients' models and do nothing more.
-    asks = peers and (has("querying") or name.startswith(("clue", "qkt")))
-    return {
-        "rounds": 1 if peers else 3,
-        "topology": {"clients": 6} if peers else {"clients": 6, "sampled": 4},
-        "data": {"public": PUBLIC if Need.PUBLIC_DATA in built.requires() else 0},
-        **({"query": {"draw": "single", "fewer_than": 5}} if asks else {}),
-        **({"model": on_simplex()} if Need.ETF in built.requires() else {}),
-        # it protects layers below the head
-        **({"model": {"name": "mlp", "hidden": (8,)}} if name == "fot" else {}),
-        **({"model": two_networks()} if Need.PAIR in built.requires() else {}),
+    needs = built.requires()
+    settings: dict[str, object] = {
+        "rounds": 3,
+        "topology": {"clients": 6, "sampled": 4},
+        "data": {"public": 0},
     }
+    if built.topology == "peer_to_peer":
+        settings |= {"rounds": 1, "topology": {"clients": 6}}
+        # Without queries, CLUE and QKT fit the clients' models and do nothing more.
+        if has("querying") or name.startswith(("clue", "qkt")):
+            settings["query"] = {"draw": "single", "fewer_than": 5}
+    if Need.PUBLIC_DATA in needs:
+        settings["data"] = {"public": PUBLIC}
+    if Need.ETF in needs:
+        settings["model"] = on_simplex()
+    if name == "fot":  # it protects layers below the head
+        settings["model"] = {"name": "mlp", "hidden": (8,)}
+    if Need.PAIR in needs:
+        settings["model"] = two_networks()
+    return settings
 
 
 @register("model", "toy_batchnorm")
@@ -210,8 +228,8 @@ class BatchNormed(nn.Module):
 @method("toy_chain")
 @dataclass(frozen=True)
 class Chain(Method):
-    """Sequential: importance gathered by ``resolve`` travels with the model; clients remember how
-    often they acted.
+    """A chain in which the importance of parameters travels with the model. Clients count how often
+    they acted.
     """
 
     topology: ClassVar[str] = "sequential"
@@ -240,10 +258,14 @@ class Chain(Method):
 
 
 class ChainWork(ClientWork):
+    """Training with a penalty on changes of important parameters."""
+
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        visits = int(client_state.number("visits")) if client_state else 0
+        visits = 0
+        if client_state:
+            visits = int(client_state.number("visits"))
         return TrainingStart(
             payload.params,
             trace=payload.tensors("importance"),
@@ -251,10 +273,12 @@ class ChainWork(ClientWork):
         )
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
-        pull = sum(
-            (start.trace[k] * (step.params[k] - start["anchor"][k]) ** 2).sum() for k in start.trace
-        )
-        return {"ce": cross_entropy(step.logits(), step.y), "pull": 0.1 * torch.as_tensor(pull)}
+        penalties = []
+        for name, importance in start.trace.items():
+            change = step.params[name] - start["anchor"][name]
+            penalties.append((importance * change**2).sum())
+        penalty = torch.as_tensor(sum(penalties))
+        return {"ce": cross_entropy(step.logits(), step.y), "pull": 0.1 * penalty}
 
     def after_step(
         self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, start: TrainingStart
@@ -271,16 +295,15 @@ class ChainWork(ClientWork):
         world: World,
     ) -> tuple[Payload, Payload]:
         visits = start["visits"] + 1
-        return Payload(params=params, importance=result.trace, visits=visits), Payload(
-            visits=visits
-        )
+        content = Payload(params=params, importance=result.trace, visits=visits)
+        return content, Payload(visits=visits)
 
 
 @method("toy_logits")
 @dataclass(frozen=True)
 class Logits(Method):
-    """Public logits: clients of any architecture keep their models; the server learns from mean
-    logits.
+    """Public logits: clients of any architecture keep their models, and the server learns from the
+    mean of their logits.
     """
 
     topology: ClassVar[str] = "public_logits"
@@ -295,43 +318,51 @@ class Logits(Method):
         if stage.name == "local":
             return Payload()
         mean = state.extra.tensor("mean")
-        return Payload(mean=mean, **({"params": state.params} if client == SERVER else {}))
+        if client == SERVER:
+            return Payload(mean=mean, params=state.params)
+        return Payload(mean=mean)
 
     def work(self, stage: Stage) -> ClientWork:
         return LogitsWork(stage.name)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name == "local":
-            return Payload(
-                logits=torch.zeros(PUBLIC, world.classes, dtype=dtype_of(world.initial(client)))
-            )
-        return Payload(params=world.initial(SERVER)) if client == SERVER else Payload()
+            dtype = dtype_of(world.initial(client))
+            return Payload(logits=torch.zeros(PUBLIC, world.classes, dtype=dtype))
+        if client == SERVER:
+            return Payload(params=world.initial(SERVER))
+        return Payload()
 
     def aggregate(
         self, state: State, replies: Sequence[Reply], stage: Stage, world: World
     ) -> State:
         if stage.name == "local":
-            return state.next(
-                mean=torch.stack([r.content.tensor("logits") for r in replies]).mean(0)
-            )
-        return (
-            state.next(params=replies[0].content.params) if stage.name == "teach_server" else state
-        )
+            logits = torch.stack([reply.content.tensor("logits") for reply in replies])
+            return state.next(mean=logits.mean(0))
+        if stage.name == "teach_server":
+            return state.next(params=replies[0].content.params)
+        return state
 
 
 PUBLIC = 50
+"""The number of public examples."""
 
 
 @dataclass(frozen=True)
 class LogitsWork(ClientWork):
+    """Local training, or distillation from mean logits."""
+
     stage: str
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        own = client_state.params if "params" in client_state else world.initial(view.client)
-        start = payload.params if view.client == SERVER else own
-        return TrainingStart(start, constants={"mean": payload.get("mean")})
+        params = world.initial(view.client)
+        if "params" in client_state:
+            params = client_state.params
+        if view.client == SERVER:
+            params = payload.params
+        return TrainingStart(params, constants={"mean": payload.get("mean")})
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         if self.stage == "local":
@@ -348,8 +379,10 @@ class LogitsWork(ClientWork):
     ) -> tuple[Payload, Payload]:
         if self.stage == "teach_server":
             return Payload(params=params), NOTHING
-        up = Payload(logits=view.logits(params, "public")) if self.stage == "local" else Payload()
-        return up, Payload(params=params)
+        content = Payload()
+        if self.stage == "local":
+            content = Payload(logits=view.logits(params, "public"))
+        return content, Payload(params=params)
 
 
 @method("toy_peers")
@@ -370,7 +403,9 @@ class Peers(Method):
         models = state.extra.many("model")
         if client not in models:
             return None
-        peers = {c: p for c, p in models.items() if c != client} if stage.name == "transfer" else {}
+        peers = {}
+        if stage.name == "transfer":
+            peers = {peer: params for peer, params in models.items() if peer != client}
         return Payload({"params": models[client], **many("peer", peers)})
 
     def work(self, stage: Stage) -> ClientWork:
@@ -383,19 +418,26 @@ class Peers(Method):
 
     def predictors(self, state: State, world: World) -> dict[str, object]:  # type: ignore[override]
         models = state.extra.many("model") or {0: world.initial(0)}
-        each = [predictor(world.model(c), p) for c, p in models.items()]
-        return {"ensemble": lambda x: torch.stack([p(x).softmax(1) for p in each]).mean(0)}
+        predictors = [predictor(world.model(client), params) for client, params in models.items()]
+
+        def mean_probabilities(x: Tensor) -> Tensor:
+            return torch.stack([predict(x).softmax(1) for predict in predictors]).mean(0)
+
+        return {"ensemble": mean_probabilities}
 
 
 @dataclass(frozen=True)
 class PeersWork(ClientWork):
+    """Local training, with the peers' models as teachers if there are any."""
+
     stage: str
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        peers = {str(c): (world.model(c), p) for c, p in payload.many("peer").items()}
-        return TrainingStart(payload.params, teachers=peers)
+        peers = payload.many("peer")
+        teachers = {str(peer): (world.model(peer), params) for peer, params in peers.items()}
+        return TrainingStart(payload.params, teachers=teachers)
 
     def terms(self, step: Step, start: TrainingStart) -> dict[str, Tensor]:
         terms = super().terms(step, start)
@@ -407,10 +449,16 @@ class PeersWork(ClientWork):
         return self.stage != "refine" or name.startswith("head.")
 
 
+NOBODY = -9
+"""The number of no client."""
+
+
 @method("toy_failing")
 @dataclass(frozen=True)
 class Failing(Method):
-    """Averaging in which one client raises, or sends what it must not, from round 2 on."""
+    """Averaging in which one client (``who``) fails or sends a bad reply (``how``), from round 2
+    on.
+    """
 
     plans: ClassVar[dict[str, Plan]] = {"train": SHORT}
     who: int = 0
@@ -424,7 +472,10 @@ class Failing(Method):
         return super().payload_for_client(state, client, stage, world)
 
     def work(self, stage: Stage) -> ClientWork:
-        return FailingWork(self.who if stage.round > 1 else -9, self.how)
+        client = NOBODY
+        if stage.round > 1:
+            client = self.who
+        return FailingWork(client, self.how)
 
     def expected_reply(self, client: int, stage: Stage, world: World) -> Payload:
         return Payload(params=world.initial(client), seen=0)
@@ -432,16 +483,18 @@ class Failing(Method):
 
 @dataclass(frozen=True)
 class FailingWork(ClientWork):
+    """Local training that counts rounds, and the bad reply of one client."""
+
     who: int
     how: str
 
     def begin(
         self, payload: Payload, client_state: Payload, view: View, world: World
     ) -> TrainingStart:
-        return TrainingStart(
-            payload.params,
-            constants={"seen": int(client_state.number("seen")) if client_state else 0},
-        )
+        seen = 0
+        if client_state:
+            seen = int(client_state.number("seen"))
+        return TrainingStart(payload.params, constants={"seen": seen})
 
     def end(
         self,
@@ -452,13 +505,14 @@ class FailingWork(ClientWork):
         world: World,
     ) -> tuple[Payload, Payload]:
         seen = start["seen"] + 1
-        up = Payload(params=params, seen=seen)
+        content = Payload(params=params, seen=seen)
         if view.client == self.who:
-            up = self.spoil(up)
-        return up, Payload(seen=seen)
+            content = self.spoiled(content)
+        return content, Payload(seen=seen)
 
-    def spoil(self, up: Payload) -> Payload:
-        params = dict(up.params)
+    def spoiled(self, content: Payload) -> Payload:
+        """The content with the fault."""
+        params = dict(content.params)
         name = next(iter(params))
         match self.how:
             case "raise":
@@ -472,20 +526,19 @@ class FailingWork(ClientWork):
             case "huge":
                 params = {k: v * 1000 for k, v in params.items()}
             case "extra":
-                return Payload(up, more=1)
+                return Payload(content, more=1)
             case "missing":
                 del params[name]
             case "sparse":
                 params[name] = params[name].to_sparse()
-        return Payload(up, params=params)
+        return Payload(content, params=params)
 
 
 @method("toy_gated")
 @dataclass(frozen=True)
 class Gated(Method):
-    """Averaging, where clients wait in round 1 until there is a file ``open`` in a folder.
-
-    Without a folder, nobody waits.
+    """Averaging in which clients wait in round 1 until a folder has a file ``open``. Without a
+    folder, they do not wait.
     """
 
     plans: ClassVar[dict[str, Plan]] = {"train": SHORT}
@@ -521,9 +574,7 @@ class GatedWork(ClientWork):
 @method("toy_troubled")
 @dataclass(frozen=True)
 class Troubled(Method):
-    """Averaging among three clients of which two make trouble in rounds 1 and 2, each in another
-    way each time.
-    """
+    """Averaging among three clients, two of which fail in different ways in rounds 1 and 2."""
 
     plans: ClassVar[dict[str, Plan]] = {"train": SHORT}
     gate: str = ""
@@ -534,9 +585,7 @@ class Troubled(Method):
 
 @dataclass(frozen=True)
 class TroubledWork(ClientWork):
-    """Client 1 raises, then sends NaN; client 2 is slow, until there is a file ``gate``, then sends
-    far too much.
-    """
+    """Client 1 raises, then sends NaN. Client 2 waits for a file ``gate``, then sends too much."""
 
     round: int
     gate: str
