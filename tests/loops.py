@@ -30,8 +30,9 @@ class Collecting(NoRecorder):
 def context_of(
     ready: Prepared, engine: Engine | None = None, recorder: Recorder | None = None, **changes: Any
 ) -> RunContext:
-    """The context of a prepared run, with an engine of its own if none is given, and without
-    middleware.
+    """The context of a prepared run without middleware.
+
+    engine: a new one by default.
     """
     engine = engine or ready.engine()
     return replace(run_context(ready, engine, recorder), engine=engine, **changes)
@@ -41,7 +42,9 @@ def first_state(context: RunContext) -> State:
     """The state before round 1, after the stages that come before it."""
     state = context.method.initial_state(context.world)
     stages = context.schedule(0, context.world)
-    return run_round(replace(state, round=0), stages, context) if stages else state
+    if not stages:
+        return state
+    return run_round(replace(state, round=0), stages, context)
 
 
 def next_state(state: State, context: RunContext) -> State:
@@ -63,13 +66,15 @@ def record(
     events: Sequence[dict[str, Any]],
     contents: Mapping[int, Payload] | None = None,
 ) -> None:
-    """Have an observer complete and notice the events of a stage's clients, as a run does.
+    """Pass the events of a stage's clients to an observer, as a run does.
 
-    contents: what arrived from clients.
+    contents: the replies of clients, by client.
     """
     replies = [Reply(client, content, 0) for client, content in (contents or {}).items()]
-    nothing = State({})
-    result = StageResult(stage, {}, replies, (), nothing, nothing)
+    state = State({})
+    result = StageResult(
+        stage=stage, payloads={}, accepted=replies, refused=(), before=state, after=state
+    )
     for event in events:
         event["event"] = "client"
         event |= observer.client_fields(event, result)

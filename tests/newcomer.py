@@ -1,4 +1,4 @@
-"""A method in a file of its own, written by somebody new to it, into which tests put mistakes."""
+"""A method in a file of its own, as a newcomer writes it. Tests insert mistakes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fedstill.core.method import ClientWork
 @method("mine")
 @dataclass(frozen=True)
 class Mine(FedAvg):
-    """FedAvg, by somebody new to it."""
+    """FedAvg, by a newcomer."""
 
     def work(self, stage):
         return LocalTraining(self)
@@ -42,15 +42,24 @@ class LocalTraining(ClientWork):
 def mine(
     folder: Path, client: str = "", server: str = "", **changes: Any
 ) -> tuple[Experiment, int]:
-    """An experiment with that method, and the line of its file that ends with ``# HERE``."""
-    bodies = {"client": client, "server": server}
-    text = MINE.format(
-        **{k: textwrap.indent(textwrap.dedent(v), "    ") for k, v in bodies.items()}
-    )
+    """An experiment with this method, and the last line of its file that ends with ``# HERE``; 0
+    without such a line.
+
+    client, server: functions of the client's and of the server's part.
+    """
+    text = MINE.format(client=as_body(client), server=as_body(server))
     (folder / "mine.py").write_text(text)
-    marked = [number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# HERE")]
+    marked_line = 0
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.endswith("# HERE"):
+            marked_line = number
     experiment = toys.toy("mine.py", **{"topology": {"clients": 4}, "measure": (), **changes})
-    return replace(experiment, base=folder), marked[-1] if marked else 0
+    return replace(experiment, base=folder), marked_line
+
+
+def as_body(functions: str) -> str:
+    """Functions, indented for the body of a class."""
+    return textwrap.indent(textwrap.dedent(functions), "    ")
 
 
 SHAPES = """
@@ -58,7 +67,7 @@ def terms(self, step, start):
     loss = step.logits() @ step.logits()  # HERE
     return {"ce": loss}
 """
-"""A mistake at clients: what is multiplied does not fit."""
+"""A mistake at clients: a product of matrices whose shapes do not fit."""
 
 SIGNATURES = {
     "initial_state": "world",
@@ -72,6 +81,7 @@ SIGNATURES = {
 
 
 def at_the_server(part: str, line: str) -> str:
+    """A function of the server's part, with one line as its body."""
     return f"""
     def {part}(self, {SIGNATURES[part]}):
         {line}  # HERE

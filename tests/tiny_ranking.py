@@ -1,5 +1,5 @@
-"""A suite that runs in seconds, in the place of one that ships: small data, two rounds, FedAvg and
-FedNTD.
+"""A suite that runs in seconds and replaces a suite of the package: small data, two rounds, FedAvg
+and FedNTD.
 """
 
 from __future__ import annotations
@@ -51,24 +51,29 @@ SCORES = {
     "FedAvg": Choice(((0.5, 0.6, 0.4), (0.7, 0.6, 0.5)), (10, 10)),
     "FedNTD": Choice(((0.5, 0.5, 0.5), (0.4, 0.4, 0.4)), (10, 10)),
 }
-"""What was chosen: FedAvg's second try, FedNTD's first."""
+"""Scores by which FedAvg's second try and FedNTD's first are chosen."""
 
 
 def install(patch: pytest.MonkeyPatch) -> suites.Suite:
-    """Put the tiny suite in the place of digits-space, with what was chosen for its rows."""
-    whole = suites.recipe_text
-    patch.setattr(
-        suites, "recipe_text", lambda name: TINY if name == f"rank/{NAME}" else whole(name)
-    )
+    """Replace digits-space by the tiny suite, with the scores of its tries."""
+    recipe_text = suites.recipe_text
+
+    def recipe_or_tiny(name: str) -> str:
+        if name == f"rank/{NAME}":
+            return TINY
+        return recipe_text(name)
+
+    patch.setattr(suites, "recipe_text", recipe_or_tiny)
     patch.setattr(suites, "shipped_choices", lambda *_: dict(SCORES))
     return suites.load_suite(NAME)
 
 
 def do(runs: Sequence[Variant]) -> list[Outcome]:
-    """Carry runs out in this process, leaving alone those that are finished."""
+    """Carry out runs in this process, except those that are finished."""
     outcomes = []
-    for one in runs:
-        if not (one.folder / "summary.json").is_file():
-            runner.run(one.experiment, one.folder)
-        outcomes.append(Outcome(one, one.settings.rounds, one.settings.rounds, state="finished"))
+    for variant in runs:
+        if not (variant.folder / "summary.json").is_file():
+            runner.run(variant.experiment, variant.folder)
+        rounds = variant.settings.rounds
+        outcomes.append(Outcome(variant, rounds, rounds, state="finished"))
     return outcomes
