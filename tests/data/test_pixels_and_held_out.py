@@ -111,7 +111,7 @@ def test_a_key_that_is_unset_is_not_written(tmp_path: Path) -> None:
     [
         (
             {"mean": (0.5, 0.5)},
-            r"^data.mean has 2 numbers, and images of colour have 3 channel\(s\); give 1 or 3$",
+            r"^data.mean has 2 numbers, and images of colour have 3 channels; give 1 or 3$",
         ),
         ({"std": (0.5,) * 4}, r"^data.std has 4 numbers, and images of colour have 3"),
         ({"std": (0.5, 0.0, 0.5)}, r"^data.std = 0.0: input should be greater than 0$"),

@@ -80,7 +80,7 @@ def test_runs_of_several_seeds_share_the_run_that_they_start_from() -> None:
     for seed in (1, 2):
         settings = {"seed": seed, "start_from": f"runs/base/seed{seed}/model.safetensors"}
         common_settings = settings_but_seed(settings, START)
-        assert common_settings == {"start_from": "base", "sources.mine.py": "abc"}
+        assert common_settings == {"start_from": "runs/base", "sources.mine.py": "abc"}
 
 
 def test_settings_without_files_of_code_have_no_digests() -> None:
