@@ -20,7 +20,6 @@ from fedstill.core.errors import Diverged, IncompatibleMethod, TooFewReplies
 from fedstill.core.extensions import RoundHook
 from fedstill.core.files import digest
 from fedstill.core.records import NOTHING, Payload, Reply, Stage, State, World
-from fedstill.core.rounds import expected_reply
 from fedstill.core.screen import Rules
 from fedstill.core.stage_results import StageResult
 from fedstill.core.trees import same_bits
@@ -29,6 +28,7 @@ from fedstill.running.checkpoint import Checkpoints
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run
 from journals import journal_events, refusals
+from loops import context_of, first_state, next_state
 
 SINGLE = {
     "fedavg": toys.toy(),
@@ -222,8 +222,7 @@ class BrokenHook(RoundHook):
 
 def test_an_error_of_an_extension_is_not_reported_as_the_methods() -> None:
     prepared = prepare(resolve(toys.toy()), toys.blobs())
-    schedule = prepared.settings.schedule
-    stage = schedule(1, prepared.world)[0]
+    context = context_of(prepared, hooks=[BrokenHook()])
 
     with pytest.raises(ValueError, match="broken"):
-        expected_reply(0, stage, prepared.world, schedule, [BrokenHook()])
+        next_state(first_state(context), context)
