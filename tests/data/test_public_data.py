@@ -137,6 +137,15 @@ def test_public_pixels_have_the_type_of_the_runs_pixels(tmp_path: Path) -> None:
         public(public_from=f"{tmp_path}/mine.py:floats", public_resize=True, public_labels=False)
 
 
+def test_a_folder_of_images_is_no_public_set_for_pixels_that_are_floats(tmp_path: Path) -> None:
+    folder = images(tmp_path / "mine")
+    blobs = toys.blobs()
+    floats = replace(blobs.train, values=blobs.train.values.float() / 255)
+
+    with pytest.raises(DataError, match=r"uint8.*float32"):
+        public(dataset=replace(blobs, train=floats), public_from=str(folder))
+
+
 def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
     folder = images(tmp_path / "mine")
     (folder / "004.png").write_bytes(b"not a picture")

@@ -248,6 +248,7 @@ def _from_elsewhere(settings: Settings, form: ExampleForm, source: str, folder: 
         check_size(f"data.public_from = {source!r}, resized,", bytes_resized)
         public = Examples(_resized(public.values, form.shape), public.labels)
     _check_shape(form, source, public)
+    _check_scale(form, source, public)
     if data.public_labels and classes is not None:
         public = replace(public, labels=_labels_of_run(form, source, public.labels, classes))
     return _drawn(settings, form, source, public)
@@ -282,20 +283,11 @@ def _naming_the_key(is_in_config: bool) -> Iterator[None]:
 
 
 def _check_kind(form: ExampleForm, source: str, dataset: Dataset) -> None:
-    """Raise DataError for examples whose kind, vocabulary or scale of pixels differs from the
-    run's.
-    """
+    """Raise DataError for examples whose kind or vocabulary differs from the run's."""
     if dataset.about.kind != form.about.kind or dataset.vocabulary != form.about.vocabulary:
         raise DataError(
             f"the public examples of {source} are {dataset.many}, but the run's are {form.plural}; "
             f"set data.public_from to a source of {form.plural}"
-        )
-    # Pixels in uint8 are normalised, others are inputs as they are.
-    dtype = dataset.train.values.dtype
-    if form.are_images and form.dtype is not None and dtype != form.dtype:
-        raise DataError(
-            f"the public images of {source} are {dtype}, but the run's are {form.dtype}, so their "
-            "pixels would have different scales; convert one of them"
         )
 
 
@@ -310,6 +302,18 @@ def _check_shape(form: ExampleForm, source: str, public: Examples) -> None:
         raise DataError(
             f"the public {plural} of {source} have shape {shape}, but the run's have {form.shape}; "
             f"{remedy}set data.public_from to other {plural}"
+        )
+
+
+def _check_scale(form: ExampleForm, source: str, public: Examples) -> None:
+    """Raise DataError for images whose pixels have another type than the run's. Pixels in uint8 are
+    normalised, and others are inputs as they are.
+    """
+    dtype = public.values.dtype
+    if form.are_images and form.dtype is not None and dtype != form.dtype:
+        raise DataError(
+            f"the public images of {source} are {dtype}, but the run's are {form.dtype}, so their "
+            "pixels would have different scales; convert one of them"
         )
 
 
