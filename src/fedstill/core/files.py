@@ -139,7 +139,7 @@ def write_together(
             batch = chain([first], islice(remaining, MOST_AT_ONCE - 1))
             _write_temporary(batch, mode, temporary, waits)
             waits = []
-        _side_by_side(waits)  # if there are no files
+        _side_by_side(waits)  # ``beside`` has not been called if there are no files
         for path, written in temporary.items():
             with _disk_errors(path):
                 written.replace(path)
@@ -212,12 +212,11 @@ def replaced_folder(folder: Path, mode: int = 0o777) -> Iterator[Path]:
         yield temporary
         if folder.is_dir() and not folder.is_symlink():
             folder.rename(old)
-        try:
-            temporary.rename(folder)
-        except OSError:
-            if old.is_dir():
-                old.rename(folder)
-            raise
+        temporary.rename(folder)
+    except BaseException:
+        if old.is_dir() and not folder.exists():
+            old.rename(folder)
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
