@@ -16,6 +16,7 @@ from fedstill.continual.task_test import TEST_STAGES
 from fedstill.core import keys, trees
 from fedstill.core.aggregation import ROBUST
 from fedstill.core.capabilities import Permit
+from fedstill.core.checks import in_hook, place
 from fedstill.core.errors import ConfigError, IncompatibleMethod, on_one_line
 from fedstill.core.files import counted
 from fedstill.core.label_counts import CENSUS
@@ -61,11 +62,13 @@ def perturbed_gradients(run: PlannedRun) -> str:
     for stage in run.first_round:
         if stage.name not in run.method.stages:
             continue
-        work = type(run.method.work(stage))
-        if work.perturb is not ClientWork.perturb:
+        with in_hook(run.method, "work", place(stage)):
+            work_type = type(run.method.work(stage))
+        if work_type.perturb is not ClientWork.perturb:
             return (
-                f"privacy.gradient_clip with method {run.method_name}: {work.__name__}.perturb "
-                "would use the examples without noise; choose a method without perturb"
+                f"privacy.gradient_clip with method {run.method_name}: "
+                f"{work_type.__name__}.perturb would use the examples without noise; choose a "
+                "method without perturb"
             )
     return ""
 
