@@ -121,7 +121,7 @@ def check_quorum(
     ``is_remote``: whether the clients have their tracebacks, so that ``debug`` shows none.
     """
     client_count = len(result.payloads)
-    least = math.ceil(rules.quorum * client_count - 1e-9)  # 0.55 * 100 is above 55
+    least = math.ceil(rules.quorum * client_count - 1e-9)  # in floats, 0.55 * 100 > 55
     if len(result.accepted) >= least:
         return
     text = (

@@ -241,8 +241,10 @@ class Lines(Display):
     def _write(self, text: str) -> None:
         self._last_line = self.clock()
         self._is_writing = True
-        print(neutral(f"{self.label}: {text}", "terminal"), file=sys.stderr, flush=True)
-        self._is_writing = False
+        try:
+            print(neutral(f"{self.label}: {text}", "terminal"), file=sys.stderr, flush=True)
+        finally:
+            self._is_writing = False
         if self._is_stop_pending:
             self._is_stop_pending = False
             self._write(STOPPING)

@@ -341,8 +341,7 @@ def drawn_split(
         size = _size_text(client, counts[client], tests)
         text.append(f"{labels[client]:>{label_width}}  {marks}  {size}\n")
     if len(counts) > most:
-        clients_left_out = len(counts) - most
-        left_out = counted(clients_left_out, "more client")
+        left_out = counted(len(counts) - most, "more client")
         text.append(f"{'…':>{label_width}}  and {left_out}\n")
     return text
 

@@ -513,7 +513,7 @@ def settings_but_seed(settings: Mapping[str, Any], start: Mapping[str, Any]) -> 
     sources = start.get("sources")
     if not isinstance(sources, Mapping):
         sources = {}
-    for path, sha in sources.items():
+    for path, sha in sorted(sources.items()):
         # Files of one name in several folders have one key, with the digests of all of them.
         key = f"sources.{PurePath(path).name}"
         shared[key] = f"{shared.get(key, '')} {str(sha)[:12]}".lstrip()

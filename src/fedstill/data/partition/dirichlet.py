@@ -463,8 +463,8 @@ def _equal_parts(
     """
     if len(labels) < clients:
         raise InfeasiblePartition(
-            f"hybrid: {counted(len(labels), 'example')} for {counted(clients, 'skewed client')}; "
-            "lower clients or iid_share"
+            f"hybrid: {counted(len(labels), 'remaining example')} for "
+            f"{counted(clients, 'skewed client')}; lower clients or iid_share"
         )
     stock = [list(stream.permutation(members)) for members in class_indices(labels)]
     parts = []

@@ -113,8 +113,7 @@ def check_enough_examples(name: str, examples: int, clients: int, min_size: int 
         remedy += " or min_size"
     raise InfeasiblePartition(
         f"partition {name!r}: {counted(clients, 'client')} × {counted(min_size, 'example')} need "
-        f"{counted(needed, 'example')}, "
-        f"but the data have {examples:,}; {remedy}"
+        f"{counted(needed, 'example')}, but the data have {examples:,}; {remedy}"
     )
 
 
@@ -186,8 +185,8 @@ class ClassAllocation:
         raise InfeasiblePartition(
             f"{self.partition}: none of {max_tries:,} draws gave every class "
             f"{counted(min_clients, 'client')} ({counted(self.clients, 'client')} × "
-            f"{self.per_client} of {self.classes} classes); "
-            f"raise classes_per_client or clients{other_remedy}"
+            f"{self.per_client} of {self.classes} classes); raise classes_per_client or clients"
+            f"{other_remedy}"
         )
 
     def _draw(self, stream: np.random.RandomState) -> list[Clients]:

@@ -74,8 +74,7 @@ def sharding(labels: Labels, clients: Count, shards: Count, seed: Seed) -> Parts
         if len(examples) < block_count:
             raise InfeasiblePartition(
                 f"sharding: class {label} has {counted(len(examples), 'example')} for "
-                f"{counted(block_count, 'shard')}; "
-                f"lower shards ({shards}) or clients ({clients})"
+                f"{counted(block_count, 'shard')}; lower shards ({shards}) or clients ({clients})"
             )
     blocks = [_blocks(examples, block_count) for examples in examples_of_class]
     # As in the official code, Python's generator draws the classes of the shards, and NumPy's
