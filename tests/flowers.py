@@ -35,6 +35,20 @@ def over_flower(experiment: Experiment, **flower: Any) -> Experiment:
     )
 
 
+def at_sites(experiment: Experiment) -> Experiment:
+    """The experiment over sites with data of their own. A simulation has no stage of tests, so
+    there is none without metrics.
+    """
+    flower = {
+        "deadline": 30,
+        "poll": 1,
+        "data": "sites",
+        "federation": "/federation",
+        "test_every": int(bool(experiment.metrics)),
+    }
+    return replace(experiment, engine="flower", flower=flower)
+
+
 def site_grid(sites: Iterable[Site]) -> LoopbackGrid:
     """A grid with a node for each site, whose refusals contain their reasons."""
     return executor_grid({site.client: StageExecutor(site, shows_reasons=True) for site in sites})

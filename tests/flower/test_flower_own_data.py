@@ -34,7 +34,7 @@ from fedstill.running.client_evaluation import SiteTests
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.result import Result
 from fedstill.running.runner import resume, run
-from flowers import needs_flower, own_sites, site_grid
+from flowers import at_sites, needs_flower, own_sites, site_grid
 from journals import journal_events, refusals
 from run_bits import model_bytes
 
@@ -96,18 +96,6 @@ if toys.has("privacy"):
             "fedlc", privacy={"secure_sum": True}, measure=(), rounds=2
         ),
     }
-
-
-def at_sites(experiment: Experiment) -> Experiment:
-    """The experiment at sites; without metrics it has no stage of tests, like a simulation."""
-    flower = {
-        "deadline": 30,
-        "poll": 1,
-        "data": "sites",
-        "federation": "/federation",
-        "test_every": int(bool(experiment.metrics)),
-    }
-    return replace(experiment, engine="flower", flower=flower)
 
 
 def run_at_sites(

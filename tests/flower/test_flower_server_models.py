@@ -37,7 +37,7 @@ from fedstill.losses import cross_entropy
 from fedstill.models.contract import initial
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import resume, run
-from flowers import needs_flower, own_sites, site_grid
+from flowers import at_sites, needs_flower, own_sites, site_grid
 from journals import journal_events
 from run_bits import StopAfter, assert_same_bits, bits
 
@@ -118,19 +118,6 @@ def clustered(**changes: Any) -> Experiment:
     """Three clients, each of which trains the better one of two models for three rounds."""
     values = {"rounds": 3, "measure": (), "data": {}, "topology": {"clients": CLIENTS}}
     return toys.toy("toy_clustered", **{**values, **changes})
-
-
-def at_sites(experiment: Experiment) -> Experiment:
-    """The same experiment over sites that have the simulation's parts of the data."""
-    flower = {
-        "deadline": 30,
-        "poll": 1,
-        "data": "sites",
-        "federation": "/federation",
-        # A simulation has no stage of tests.
-        "test_every": int(bool(experiment.metrics)),
-    }
-    return replace(experiment, engine="flower", flower=flower)
 
 
 def grid_of(experiment: Experiment, folder: Path) -> LoopbackGrid:

@@ -29,7 +29,7 @@ from fedstill.report.accuracy_matrix import run_matrices
 from fedstill.running.preparation import Prepared, prepare
 from fedstill.running.result import Result
 from fedstill.running.runner import resume, run
-from flowers import needs_flower, saved_data, site_grid
+from flowers import at_sites, needs_flower, saved_data, site_grid
 from journals import journal_events, refusals
 from run_bits import StopAfter, model_bytes
 
@@ -84,27 +84,18 @@ def task_sites(simulation: Experiment, place: Path) -> list[Site]:
     return sites
 
 
-def at_sites(simulation: Experiment, **stream: Any) -> Experiment:
-    """The same at sites, which have the tasks."""
+def at_task_sites(simulation: Experiment, **stream: Any) -> Experiment:
+    """The same over sites, which have the tasks."""
     keys = ("head", "past", "lag", "stay", "join")
     common_stream = {key: simulation.stream[key] for key in keys if key in simulation.stream}
-    flower = {
-        "deadline": 30,
-        "poll": 1,
-        "data": "sites",
-        "federation": "/federation",
-        # A simulation has no stage of tests.
-        "test_every": int(bool(simulation.metrics)),
-    }
-    stream = {**SITES, **common_stream, **stream}
-    return replace(simulation, engine="flower", flower=flower, stream=stream)
+    return replace(at_sites(simulation), stream={**SITES, **common_stream, **stream})
 
 
 def run_at_sites(
     simulation: Experiment, sites: Sequence[Site], out: Path, **options: Any
 ) -> Result:
     """Run the experiment with these sites on a loopback grid."""
-    return run(at_sites(simulation), out, toys.blobs(), grid=site_grid(sites), **options)
+    return run(at_task_sites(simulation), out, toys.blobs(), grid=site_grid(sites), **options)
 
 
 def client_events(folder: Path) -> list[dict[str, Any]]:
@@ -216,7 +207,7 @@ def test_each_site_tests_the_global_model_on_its_own_tasks(tmp_path: Path) -> No
             expected = accuracy(result.model, simulated, examples)
             assert second_rows[str(client)][task] == pytest.approx(expected, abs=1e-12)
 
-    alone = at_sites(FINETUNING)
+    alone = at_task_sites(FINETUNING)
     classes = [f"class {label}" for label in CLASSES]
     flower = {**alone.flower, "classes": classes, "shape": [1, 4, 4]}
     alone = replace(alone, data={"name": "none"}, flower=flower)
@@ -427,7 +418,7 @@ def test_data_that_come_after_their_task_began_are_refused_by_name(tmp_path: Pat
 def test_a_stream_that_sites_cannot_have_is_refused_before_anything(
     stream: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
-    federation = replace(at_sites(experiment()), stream=stream)
+    federation = replace(at_task_sites(experiment()), stream=stream)
 
     with pytest.raises(ConfigError, match=problem):
         run(federation, tmp_path / "run", toys.blobs(), grid=site_grid([]))
@@ -436,7 +427,7 @@ def test_a_stream_that_sites_cannot_have_is_refused_before_anything(
 
 
 def test_explain_leaves_out_what_only_sites_know() -> None:
-    federation = prepared(replace(at_sites(experiment("fedewc")), measure=("landscape",)))
+    federation = prepared(replace(at_task_sites(experiment("fedewc")), measure=("landscape",)))
 
     one_round = explain.run_estimate(federation)
 
@@ -462,7 +453,7 @@ def test_a_site_must_define_its_tasks(tmp_path: Path) -> None:
 
 
 def test_a_run_without_tasks_refuses_folders_of_tasks(tmp_path: Path) -> None:
-    federation = replace(at_sites(experiment()), stream={})
+    federation = replace(at_task_sites(experiment()), stream={})
     sites = task_sites(FINETUNING, tmp_path)
 
     with pytest.raises(TooFewReplies, match="stream"):
