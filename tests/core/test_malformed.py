@@ -269,6 +269,15 @@ def test_a_local_file_may_have_more_tensors() -> None:
     assert len(local.tensors("a")) == MAX_ENTRIES + 1
 
 
+def test_a_local_file_may_describe_more_tensors_than_a_message_can() -> None:
+    models = {f"peer.{i}": {"w" * 400: torch.zeros(1)} for i in range(MAX_ENTRIES)}
+    data = encode(Payload(models))
+
+    assert len(decode(data, entries=MAX_LOCAL_ENTRIES)) == MAX_ENTRIES
+    with pytest.raises(BadPayload, match="does not fit"):
+        decode(data)
+
+
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_bytes_are_a_bad_payload(name: str) -> None:
     with pytest.raises(BadPayload):

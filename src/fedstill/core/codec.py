@@ -29,7 +29,9 @@ MAX_BYTES = 4 << 30
 """The largest payload, in bytes."""
 
 MAX_TENSOR_HEADER = 8 << 20
-"""The largest header of a payload, in bytes. It lists the names, shapes and types of tensors."""
+"""The largest header of a payload with up to ``MAX_ENTRIES`` tensors, in bytes. It lists the names,
+shapes and types of tensors. A payload that may have more tensors may have a larger header.
+"""
 
 MAX_NAME = 512
 """The most characters in the name of a group or a tensor."""
@@ -257,10 +259,10 @@ def _header(data: bytes | memoryview, limit: int, entries: int) -> _Header:
     if len(data) < LENGTH_BYTES:
         raise BadPayload(f"{len(data)} bytes are too few for a payload")
     (size,) = struct.unpack("<Q", data[:LENGTH_BYTES])
-    if size > min(MAX_TENSOR_HEADER, len(data) - LENGTH_BYTES):
+    largest = MAX_TENSOR_HEADER * max(1, entries // MAX_ENTRIES)
+    if size > min(largest, len(data) - LENGTH_BYTES):
         raise BadPayload(
-            f"a header of {size} bytes does not fit in {len(data)} bytes (at most "
-            f"{MAX_TENSOR_HEADER})"
+            f"a header of {size} bytes does not fit in {len(data)} bytes (at most {largest})"
         )
     begin = LENGTH_BYTES + size
     text = bytes(data[LENGTH_BYTES:begin])
