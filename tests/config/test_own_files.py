@@ -206,6 +206,21 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_error(name: str, folde
         resolve(load(folder / "run.toml", (f"method={name}.py",)))
 
 
+def test_a_file_whose_import_was_interrupted_is_imported_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt = "import os\nif 'INTERRUPTED' in os.environ:\n    raise KeyboardInterrupt\n"
+    (folder / "slow.py").write_text(interrupt + METHOD)
+    experiment = load(folder / "run.toml", ("method=slow.py",))
+    monkeypatch.setenv("INTERRUPTED", "1")
+    with pytest.raises(KeyboardInterrupt):
+        resolve(experiment)
+
+    monkeypatch.delenv("INTERRUPTED")
+    settings = resolve(experiment)
+    assert type(settings.method).__name__ == "Halfway"
+
+
 BAD_METHODS = {
     "unresolved": ("share: 'NoSuchType' = 1", "fields that cannot be read: .*NoSuchType"),
     "unholdable": (

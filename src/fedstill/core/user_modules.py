@@ -90,7 +90,8 @@ def module_of_file(path: Path) -> ModuleType:
 
     try:
         return imported(str(path), execute)
-    except ConfigError:
+    except BaseException:
+        # After Ctrl-C, too, the module is incomplete.
         del sys.modules[name]
         raise
 
