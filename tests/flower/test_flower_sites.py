@@ -18,7 +18,7 @@ import toys
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import resolve
 from fedstill.config.settings import Settings
-from fedstill.core.errors import BadPayload, ConfigError
+from fedstill.core.errors import BadPayload, ConfigError, Refused
 from fedstill.core.files import digest
 from fedstill.core.label_counts import census_stage
 from fedstill.core.records import Payload, Stage, Tensors
@@ -475,6 +475,22 @@ def test_numbers_are_matched_by_name_if_the_run_lists_them(
     facts = Facts(classes, (1, 4, 4))
 
     assert labels_of(dataset, dataset.train, facts).tolist() == labels
+
+
+@pytest.mark.parametrize("present", [[1, 2, 3], [1, 2], [2, 3], [1]])
+def test_numbers_that_count_from_1_are_matched_by_name(present: list[int]) -> None:
+    labels = torch.tensor([present[i % len(present)] for i in range(4)])
+    dataset = from_tensors("own", (IMAGES, labels), (IMAGES, labels))
+    facts = Facts(("1", "2", "3"), (1, 4, 4))
+
+    assert torch.equal(labels_of(dataset, dataset.train, facts), labels - 1)
+
+
+def test_a_number_that_the_run_does_not_list_is_refused_even_if_others_are_listed() -> None:
+    dataset = from_tensors("own", (IMAGES, LABELS), (IMAGES, LABELS))
+
+    with pytest.raises(Refused, match="has a class '0' that the server does not list"):
+        labels_of(dataset, dataset.train, Facts(("1", "2"), (1, 4, 4)))
 
 
 def test_a_site_reads_its_images_as_the_run_does_and_reports_what_it_left_out(

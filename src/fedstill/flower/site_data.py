@@ -194,8 +194,8 @@ def _default_origin(facts: Facts) -> str:
 
 
 def labels_of(own: Dataset, examples: Examples, facts: Facts) -> Tensor:
-    """A site's labels as the ids that all sites share. They are mapped by class name. Numbers that
-    are not names of the run's classes are used directly.
+    """A site's labels as the ids that all sites share. They are mapped by class name. If the site
+    only has numbers, and none of the run's classes is a number, they are used directly.
 
     Raises Refused for examples of another shape, or for an unknown class.
     """
@@ -206,16 +206,31 @@ def labels_of(own: Dataset, examples: Examples, facts: Facts) -> Tensor:
             "shape",
         )
     listed = [nfc(name) for name in facts.classes]
-    unknown = [name for name in own.classes if name not in listed]
     is_numbered = own.classes == tuple(str(i) for i in range(len(own.classes)))
-    if unknown and is_numbered and len(own.classes) <= len(facts.classes):
+    lists_numbers = any(name.isdecimal() for name in listed)
+    if is_numbered and not lists_numbers and len(own.classes) <= len(listed):
         return examples.labels
+
+    names = own.classes
+    if is_numbered:
+        names = _classes_with_examples(own)
+    unknown = [name for name in names if name not in listed]
     if unknown:
         raise Refused(
             f"this site has a class {unknown[0]!r} that the server does not list", "classes"
         )
-    ids = torch.tensor([listed.index(name) for name in own.classes], dtype=torch.int64)
+    ids = torch.full((len(own.classes),), -1)
+    for name in names:
+        ids[own.classes.index(name)] = listed.index(name)
     return ids[examples.labels]
+
+
+def _classes_with_examples(own: Dataset) -> tuple[str, ...]:
+    """The classes that a site has. Labels 1 and 2, for example, are numbered from 0, but the site
+    has no class 0.
+    """
+    labels = torch.cat([own.train.labels, own.test.labels])
+    return tuple(own.classes[label] for label in sorted(set(labels.tolist())))
 
 
 def public_of(
