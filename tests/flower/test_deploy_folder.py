@@ -233,6 +233,8 @@ def test_the_servers_certificate_is_for_its_hosts_and_signed_by_the_authority(
     [
         ({"clients": 0}, "--clients 0 must be from 1"),
         ({"hosts": ("a b",)}, "'a b' is not a host name"),
+        ({"hosts": ("fed.example.org:8443",)}, "fed.example.org:8443.* a port, leave that out"),
+        ({"hosts": ("0.0.0.0",)}, "--host 0.0.0.0 is not the address of a machine"),
         ({"port": 0}, "--port 0 must be from 1 to 65535"),
     ],
 )
@@ -286,9 +288,14 @@ def test_a_client_does_not_start_without_its_key_or_the_authority(
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.4", "fed.example.org", "::"])
 def test_without_tls_nothing_starts_that_others_can_reach(host: str, tmp_path: Path) -> None:
-    federation = made(tmp_path / "fed", listen=host, hosts=(host,))
+    federation = replace(made(tmp_path / "fed"), listen=host)
     with pytest.raises(ConfigError, match="this machine"):
         programs.superlink(federation, insecure=True)
+
+
+@pytest.mark.parametrize("host", ["192.168.1.4", "fed.example.org", "2001:db8::1"])
+def test_without_tls_no_client_reaches_another_machine(host: str, tmp_path: Path) -> None:
+    federation = made(tmp_path / "fed", hosts=(host,))
     with pytest.raises(ConfigError, match="this machine"):
         programs.check_client(folder.membership(federation.client(0)), insecure=True)
 

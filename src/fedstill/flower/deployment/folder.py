@@ -126,7 +126,8 @@ def init(
     certificates.require_cryptography()
     if not 1 <= clients <= MAX_CLIENTS:
         raise ConfigError(f"--clients {clients} must be from 1 to {MAX_CLIENTS}")
-    _check_hosts((*hosts, listen))
+    _check_hosts(hosts)
+    _check_host(listen)
     if not 1 <= port <= MAX_PORT:
         raise ConfigError(f"--port {port} must be from 1 to {MAX_PORT}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -308,10 +309,10 @@ def canonical_host(host: str) -> str:
     """An address as certificates contain it: ``2001:db8::1`` for ``2001:DB8:0::1``; a name
     unchanged.
     """
-    try:
-        return str(ipaddress.ip_address(host))
-    except ValueError:
+    address = _address(host)
+    if address is None:
         return host
+    return str(address)
 
 
 def _canonical_hosts(hosts: Iterable[str]) -> tuple[str, ...]:
@@ -321,16 +322,39 @@ def _canonical_hosts(hosts: Iterable[str]) -> tuple[str, ...]:
 
 def is_loopback(host: str) -> bool:
     """Whether a host is a loopback address of this machine, which others cannot reach."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
+    address = _address(host)
+    if address is None:
         return host == "localhost"
+    return address.is_loopback
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a host is; None for a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
 
 
 def _check_hosts(hosts: Sequence[str]) -> None:
+    """Raise ConfigError unless clients can reach a server under these names and addresses."""
     for host in hosts:
-        if not re.fullmatch(r"[A-Za-z0-9.:-]{1,253}", host):
-            raise ConfigError(f"{host!r} is not a host name or an address")
+        _check_host(host)
+        if canonical_host(host) in WILDCARDS:
+            raise ConfigError(
+                f"--host {host} is not the address of a machine; give a name or an address under "
+                f"which clients reach the server, and --listen {host} to listen on all addresses"
+            )
+
+
+def _check_host(host: str) -> None:
+    """Raise ConfigError for anything but a name or an address."""
+    if not re.fullmatch(r"[A-Za-z0-9.:-]{1,253}", host):
+        raise ConfigError(f"{host!r} is not a host name or an address")
+    if ":" in host and _address(host) is None:
+        raise ConfigError(
+            f"{host!r} is not a host name or an address; if it ends with a port, leave that out"
+        )
 
 
 def _certify(federation: Federation, authority: certificates.Authority) -> None:
