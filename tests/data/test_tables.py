@@ -141,6 +141,7 @@ def test_all_columns_of_numbers_are_a_table_where_nothing_is_said(place: Path) -
             r"example 0 has '4' in column 'pain', which is none of 1, 2, 3",
         ),
         ({}, {"columns": ("sex",)}, "column 'sex' contains text, not numbers"),
+        ({}, {"columns": ("alter", "alter")}, "data.columns has 'alter' more than once"),
         ({}, {"columns": ("weight",)}, "has no column 'weight' among alter"),
         ({}, {"owner": "hospital"}, "has no column 'hospital' among .*; set partition.column"),
         (

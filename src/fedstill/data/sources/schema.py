@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -672,8 +673,9 @@ class _CandidateColumns:
     def _with_columns(self, options: ReadingOptions) -> ReadingOptions:
         """The options of a table with its columns.
 
-        Raises DataError for a column that is neither numbers nor categorical. A column that the
-        config names may be empty, as in a CSV file of a site: its numbers are missing.
+        Raises DataError for a column that is listed twice, and for one that is neither numbers nor
+        categorical. A column that the config names may be empty, as in a CSV file of a site: its
+        numbers are missing.
         """
         categorical = dict(options.categorical)
         numbers = self._by_kind["table"]
@@ -684,6 +686,12 @@ class _CandidateColumns:
             raise DataError(
                 f"{self.source}: no column holds numbers, among {', '.join(self.types) or 'none'}; "
                 "list the columns of a table in data.columns and data.categorical"
+            )
+        repeated = [name for name, count in Counter(columns).items() if count > 1]
+        if repeated:
+            raise DataError(
+                f"{self.source}: data.columns has {repeated[0]!r} more than once; remove the "
+                "repetition"
             )
         for name in columns:
             is_number = name in numbers or pa.types.is_null(self.types[name])
