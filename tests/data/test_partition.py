@@ -608,6 +608,15 @@ def test_hiper_refuses_shares_that_underflow():
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("alpha", [1e-4, 1e-6])
+def test_equal_parts_of_hybrid_refuse_shares_that_underflow(alpha):
+    """Such clients would have almost IID data, and not one class each."""
+    labels = np.repeat(np.arange(10), 100)
+    with pytest.raises(InfeasiblePartition, match=f"hybrid: with alpha {alpha:g}"):
+        p.hybrid(labels, 20, 0.5, 3, alpha=alpha, hybrid_share="equal_per_client")
+
+
+@pytest.mark.filterwarnings("error")
 def test_class_mixes_of_a_column_may_underflow():
     groups = np.arange(100) % 4
     parts = p.column(np.arange(100) % 3, 4, groups, alpha=1e-6, seed=0)

@@ -453,13 +453,15 @@ def _stratified_parts(
     return _StratifiedParts(split, np.sort(np.concatenate(remaining)))
 
 
+@_IGNORES_UNDERFLOW
 def _equal_parts(
     labels: Labels, clients: int, alpha: float, stream: np.random.RandomState
 ) -> list[Positions]:
     """Parts of equal size with classes from Dir(alpha): the positions in ``labels`` by client.
 
     Each client draws the classes of its examples. If a class has too few examples, the client draws
-    the missing ones again, until its part is full.
+    the missing ones again, until its part is full. Raises InfeasiblePartition for too few examples,
+    and if the shares of all classes underflow to 0.
     """
     if len(labels) < clients:
         raise InfeasiblePartition(
@@ -470,6 +472,11 @@ def _equal_parts(
     parts = []
     for part_size in map(len, np.array_split(labels, clients)):
         mix = stream.dirichlet(np.repeat(alpha, len(stock)))
+        if not np.isfinite(mix).all():
+            raise InfeasiblePartition(
+                f"hybrid: with alpha {alpha:g}, the shares of all classes underflow to 0; raise "
+                "alpha, or try another seed"
+            )
         part: list[int] = []
         while len(part) < part_size:
             available = np.array([len(members) for members in stock])
