@@ -578,11 +578,39 @@ def test_only_splits_are_cached(parts, tmp_path, monkeypatch):
     """A file would hold other results as whole numbers, and the next call would return these."""
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
 
-    def slow(labels, clients):
-        return parts
+    def slow(labels, clients, result):
+        return result
 
-    assert p.cached_split(slow, BALANCED, slow_seconds=0, clients=2) is parts
+    fields = {"clients": 2, "result": parts}
+    assert p.cached_split(slow, BALANCED, slow_seconds=0, **fields) is parts
     assert not (tmp_path / "partitions").exists()
+
+
+def rotation(shift):
+    """A partition that depends on a variable of this function."""
+
+    def rotated(labels, clients):
+        turns = (np.arange(len(labels)) + shift) % clients
+        return [np.flatnonzero(turns == client) for client in range(clients)]
+
+    return rotated
+
+
+class Rotation:
+    def __init__(self, shift):
+        self.shift = shift
+
+    def split(self, labels, clients):
+        return rotation(self.shift)(labels, clients)
+
+
+@pytest.mark.parametrize("make", [rotation, lambda shift: Rotation(shift).split])
+def test_the_cache_tells_functions_with_other_variables_apart(make, tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
+    labels = np.zeros(10, dtype=np.int64)
+    for shift in (0, 1):
+        parts = p.cached_split(make(shift), labels, slow_seconds=0, clients=2)
+        assert same(parts, rotation(shift)(labels, 2))
 
 
 def test_quick_splits_are_not_kept(tmp_path, monkeypatch):

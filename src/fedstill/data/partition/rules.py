@@ -211,8 +211,8 @@ def cached_split(
     """``split(labels=labels, **fields)``, from the cache folder if an earlier call was slow.
 
     The cache key depends on the labels, the fields and the source of the partition's module. Splits
-    without a source file, and splits that take at most ``slow_seconds``, are not stored. A damaged
-    entry is computed again.
+    that depend on other values, and splits that take at most ``slow_seconds``, are not stored. A
+    damaged entry is computed again.
     """
     path = _cache_path(split, labels, fields)
     if path is not None:
@@ -240,14 +240,19 @@ def _are_positions(parts: Any) -> bool:
 
 
 def _cache_path(split: Callable[..., Parts], labels: Labels, fields: dict[str, Any]) -> Path | None:
-    """The cache file of a split; None if the partition's source cannot be read."""
+    """The cache file of a split; None if the partition's source cannot be read, or does not
+    determine the split.
+    """
     function = inspect.unwrap(split)
+    # A method depends on its object, and a closure on the variables of the function around it.
+    if not inspect.isfunction(function) or function.__closure__:
+        return None
     try:
         files = files_of(Path(inspect.getfile(function)))
         source = b"".join(path.read_bytes() for path in files)
-    except (TypeError, OSError):
+    except OSError:
         return None
-    name = getattr(function, "__name__", type(function).__name__)
+    name = function.__name__
     key = hashlib.sha256(source)
     key.update(np.ascontiguousarray(labels, dtype=np.int64).tobytes())
     key.update(json.dumps([name, sorted(fields.items())], default=_key_part).encode())
