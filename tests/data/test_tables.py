@@ -330,6 +330,25 @@ def test_the_kind_is_told_without_reading_the_rows(place: Path) -> None:
         assert likely_kind(name, "", "", {}) == "image"
 
 
+def test_the_kind_is_that_of_the_files_that_are_read(place: Path) -> None:
+    numbers = table(sex=None, ward=None)
+    folder = place / "by_split"
+    for split in ("train", "test"):
+        (folder / split).mkdir(parents=True)
+        numbers.to_pandas().to_csv(folder / split / "north.csv", index=False)
+    assert likely_kind(str(folder), "", "", {}) == "table"
+
+    # macOS writes such files onto disks of other systems.
+    (folder / "train" / "._north.csv").write_bytes(b"\0\5\x16\7")
+    assert likely_kind(str(folder), "", "", {}) == "table"
+
+    photos = place / "photos"
+    (photos / "cat").mkdir(parents=True)
+    (photos / "cat" / "1.png").touch()
+    numbers.to_pandas().to_csv(photos / "notes.csv", index=False)
+    assert likely_kind(str(photos), "", "", {}) == "image"
+
+
 def vectors(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Random vectors of three numbers, and labels that alternate."""
     generator = torch.Generator().manual_seed(seed)

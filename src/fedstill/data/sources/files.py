@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -157,12 +157,13 @@ def has_suffix(path: Path, suffixes: Collection[str]) -> bool:
     return path.suffix.lower() in suffixes
 
 
-def files_below(place: Path, data_suffixes: Collection[str]) -> list[Path]:
+def files_below(place: Path, data_suffixes: Collection[str], most: int | None = None) -> list[Path]:
     """All regular files below a folder, sorted by path; links are followed.
 
-    Hidden files are left out. Raises DataError for unreadable folders, for links to a parent
-    folder, and for folders that are clearly not data sets: the root of a file system, or folders
-    with thousands of files without a suffix of data files.
+    Hidden files are left out. most: the number of files after which the walk ends. Raises DataError
+    for unreadable folders, for links to a parent folder, and for folders that are clearly not data
+    sets: the root of a file system, or folders with thousands of files without a suffix of data
+    files.
     """
     real = Path(os.path.realpath(place))
     if real == Path(real.anchor):
@@ -171,7 +172,7 @@ def files_below(place: Path, data_suffixes: Collection[str]) -> list[Path]:
             "the data"
         )
     with file_errors(place):
-        return sorted(_Walk(place, data_suffixes).files(place, ()))
+        return sorted(islice(_Walk(place, data_suffixes).files(place, ()), most))
 
 
 @dataclass

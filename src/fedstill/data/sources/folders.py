@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +121,11 @@ def _images_of_rows(path: Path, request: ReadRequest) -> list[Path]:
     return [file for file in files if has_suffix(file, IMAGE_SUFFIXES)]
 
 
-def data_files(place: Path) -> list[Path]:
-    """All files of a folder of data, sorted by path. Raises DataError as ``files_below`` does."""
-    return files_below(place, {*DATA_SUFFIXES, ".gz", *IMAGE_SUFFIXES})
+def data_files(place: Path, most: int | None = None) -> list[Path]:
+    """All files of a folder of data, or ``most`` of them, sorted by path. Raises DataError as
+    ``files_below`` does.
+    """
+    return files_below(place, {*DATA_SUFFIXES, ".gz", *IMAGE_SUFFIXES}, most)
 
 
 def read_folder(
@@ -291,19 +293,18 @@ def likely_kind(name: str, folder: str, label_column: str, options: Mapping[str,
             return "image"
         modified = file.stat().st_mtime_ns
         return _kind_of_table(file, modified, label_column, ReadingOptions(**options))
-    except OSError:
+    except (OSError, DataError):
         return "image"  # reading the data reports the error
 
 
 def _first_table(place: Path) -> Path | None:
-    """The file itself, or the first table in a folder."""
+    """The file itself, or the first table that would be read from a folder."""
     if place.is_file() and has_suffix(place, TABLE_SUFFIXES):
         return place
     if not place.is_dir():
         return None
-    paths = sorted(islice(place.iterdir(), FILES_LOOKED_AT))
-    tables = (path for path in paths if has_suffix(path, TABLE_SUFFIXES))
-    return next((path for path in tables if path.is_file()), None)
+    tables = find_table_files(place, data_files(place, FILES_LOOKED_AT))
+    return next(chain.from_iterable(tables.parts.values()), None)
 
 
 @lru_cache(maxsize=64)
