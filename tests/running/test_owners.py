@@ -293,3 +293,16 @@ def test_a_run_directory_beside_the_config_is_not_taken_for_its_data(tmp_path: P
     (tmp_path / "run" / "journal.jsonl").touch()
     assert resolved_data_name("run", tmp_path, "data.name") == "run"
     assert resolved_data_name("data", tmp_path, "data.name") == str(tmp_path / "data")
+
+
+def test_a_known_data_set_beside_the_config_keeps_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its columns are known by its name, whatever the working directory is."""
+    name = "heart_disease"
+    (tmp_path / name).mkdir()
+    monkeypatch.setenv("FEDSTILL_DATA", str(tmp_path))
+    assert resolved_data_name(name, tmp_path, "data.name") == name
+    monkeypatch.setenv("FEDSTILL_DATA", str(tmp_path / "elsewhere"))
+    assert resolved_data_name(name, tmp_path, "data.name") == str(tmp_path / name)
+    assert resolved_data_name(name, tmp_path, "data.name", str(tmp_path)) == name

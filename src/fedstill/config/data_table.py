@@ -19,6 +19,7 @@ from fedstill.core.files import check_windows_path, counted
 from fedstill.core.user_modules import split_name
 from fedstill.data.dataset import DEFAULT_TEXT_LENGTH, PLURALS, DatasetInfo, Kind, ReadingOptions
 from fedstill.data.encoding import TableInputs, category_name
+from fedstill.data.sources.catalog import KNOWN_FOLDERS
 from fedstill.data.sources.folders import likely_kind, local_folder
 from fedstill.data.tokens import BYTE_IDS
 
@@ -50,8 +51,8 @@ FILE_SUFFIXES = (".csv", ".gz", ".npz", ".parquet", ".py", ".tsv", ".zip")
 def resolved_data_name(name: str, base: Path | None, key: str, folder: str = "") -> str:
     """The name of a data set, or the absolute path of a file or a folder.
 
-    ``base``: the config's folder. ``folder``: the folder of data sets that the config names. Raises
-    ConfigError for the key if the name is empty or cannot be a path.
+    ``base``: the config's folder. ``folder``: the folder of data sets, if the config names one.
+    Raises ConfigError for the key if the name is empty or cannot be a path.
     """
     if not name:
         raise wrong_value(key, "is empty", "leave it out, or name a data set, a file or a folder")
@@ -69,6 +70,10 @@ def _is_path(name: str, absolute: Path, folder: str) -> bool:
     """Whether a name of data is a path. ``absolute``: the path that it would be."""
     if (absolute / "journal.jsonl").is_file():
         # The directory of a run often has the name of the run's data set. It holds no data.
+        return False
+    local = local_folder(name, folder or None)
+    if name in KNOWN_FOLDERS and local is not None and local.resolve() == absolute:
+        # What is known about these data, such as their columns, belongs to the name.
         return False
     # A file that is absent has a path, too: the error is then about a place beside the config.
     return absolute.exists() or _can_only_be_path(name, folder)
@@ -89,17 +94,17 @@ def read_data(experiment: Experiment) -> DataTable:
     """``[data]``, with resolved names and absolute paths. Raises ConfigError for wrong values."""
     base = experiment.base
     data = DataTable.read(experiment.table("data"), "data")
-    public = data.public_from
-    if public not in ("train", "noise"):
-        public = resolved_data_name(public, base, "data.public_from", data.folder)
     folder = data.folder
     if folder:
         folder = str(absolute_path(folder, base, "data.folder"))
+    public = data.public_from
+    if public not in ("train", "noise"):
+        public = resolved_data_name(public, base, "data.public_from", folder)
     tokenizer = data.tokenizer
     if tokenizer and tokenizer.endswith(".json"):
         tokenizer = str(absolute_path(tokenizer, base, "data.tokenizer"))
     return data.changed(
-        name=resolved_data_name(data.name, base, "data.name", data.folder),
+        name=resolved_data_name(data.name, base, "data.name", folder),
         public_from=public,
         folder=folder,
         tokenizer=tokenizer,
