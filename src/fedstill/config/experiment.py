@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import copy
 import functools
 import inspect
@@ -13,7 +15,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 from fedstill import manifest
 from fedstill.config.named_tables import NAME_KEYS
@@ -332,30 +335,59 @@ def name_for(kind: str, user_object: Any) -> str:
 
 
 def bind(kind: str, name: str, user_object: Any) -> None:
-    """Bind an object to the live name in a run's config. A name that is bound already stays so."""
+    """Bind an object to the live name in a run's config. An equal object that is bound to this name
+    stays so. Raises ConfigError if an object with other code or weights is bound to it.
+    """
+    original = _unwrapped(user_object)
     with _lock:
-        if registry.bound(kind, name) is None:
-            _bind(kind, name, _unwrapped(user_object))
+        present = _unwrapped(registry.bound(kind, name))
+        if present is None:
+            _bind(kind, name, original)
+        elif present is not original and _digest(present) != _digest(original):
+            raise ConfigError(
+                f"{kind} {name!r} has other code or weights in this process; resume the run in a "
+                "new process"
+            )
 
 
 def fingerprint(kind: str, name: str) -> str:
     """The SHA-256 of a live object: of its source, of the arguments of a partial function, and of
     a network's weights. "unknown" for an object without any of these.
     """
-    user_object = _unwrapped(registry.bound(kind, name))
+    return _digest(_unwrapped(registry.bound(kind, name)))
+
+
+def _digest(user_object: Any) -> str:
+    """The SHA-256 of an object, as in ``fingerprint``."""
     parts = []
     while isinstance(user_object, functools.partial):
-        parts.append(repr((user_object.args, sorted(user_object.keywords.items()))))
+        parts += _argument_parts(user_object)
         user_object = user_object.func
     if isinstance(user_object, nn.Module):
         parts += _weight_digests(user_object)
     try:
-        parts.append(inspect.getsource(_source_owner(user_object)))
+        parts.append(_source(_source_owner(user_object)))
     except (OSError, TypeError):
         # Code that was typed at a prompt has no source.
         if not parts:
             return "unknown"
     return digest("\n".join(parts).encode())
+
+
+def _argument_parts(function: functools.partial[Any]) -> list[str]:
+    """The arguments of a partial function, and the SHA-256 of arrays and weights, of which ``repr``
+    omits most.
+    """
+    keywords = sorted(function.keywords.items())
+    parts = [repr((function.args, keywords))]
+    for argument in [*function.args, *dict(keywords).values()]:
+        if isinstance(argument, nn.Module):
+            parts += _weight_digests(argument)
+        if isinstance(argument, Tensor):
+            argument = argument.detach().cpu().numpy()
+        if isinstance(argument, np.ndarray):
+            parts.append(digest(argument.tobytes()))
+    return parts
 
 
 def _weight_digests(network: nn.Module) -> list[str]:
@@ -422,6 +454,31 @@ def _display_name(user_object: Any) -> str:
     while isinstance(user_object, functools.partial):
         user_object = user_object.func
     return str(getattr(user_object, "__name__", type(user_object).__name__)).strip("<>")
+
+
+def _source(definition: Any) -> str:
+    """The source of a class or function. Raises OSError or TypeError if there is none."""
+    try:
+        return inspect.getsource(definition)
+    except (OSError, TypeError):
+        if not inspect.isclass(definition):
+            raise
+    return _source_in_notebook(definition)
+
+
+def _source_in_notebook(definition: type) -> str:
+    """The source of a class in the cell of a notebook, where ``inspect`` only finds functions.
+
+    Raises OSError for a class without functions.
+    """
+    for function in filter(inspect.isfunction, vars(definition).values()):
+        with contextlib.suppress(OSError):  # @dataclass adds functions that have no source
+            lines, _ = inspect.findsource(function)
+            cell = "".join(lines)
+            for node in ast.walk(ast.parse(cell)):
+                if isinstance(node, ast.ClassDef) and node.name == definition.__name__:
+                    return str(ast.get_source_segment(cell, node))
+    raise OSError(f"the source of {definition.__name__} was not found")
 
 
 def _source_owner(user_object: Any) -> Any:

@@ -192,6 +192,13 @@ def _schema_of_entry(entry: registry.Entry, name: str) -> Schema:
         ) from error
     if entry.kind == "model":
         fields = _settable(fields)
+    if entry.kind == "partition":
+        # A config cannot hold an array that a partial function gives a parameter.
+        fields = {
+            key: (annotation, default)
+            for key, (annotation, default) in fields.items()
+            if not hasattr(default, "__array__")
+        }
     if is_seeded:
         fields["seed"] = (Seed | None, None)
     for key, default in PARAMETER_DEFAULTS.get(name, {}).items():
