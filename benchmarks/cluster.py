@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.flower import experiment as digits
-from benchmarks.options import option_parser
+from benchmarks.options import option_parser, require_ray
 from benchmarks.turns import seconds_of
 from fedstill.engines.hardware import cores
 from fedstill.report import terminal
@@ -96,6 +96,7 @@ def main() -> None:
         "--machines", type=int, default=10, help="their number; all have the cores of this one"
     )
     options = parser.parse_args()
+    require_ray(parser)
     screen = terminal.console()
     measured = [measure(name) for name in MODELS]
     screen.print(f"{cores()} cores, {CLIENTS} clients, {ROUNDS} rounds on Ray")

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import large, load
 from benchmarks.flower_programs import FlowerPrograms, flower_programs
-from benchmarks.options import integers, option_parser
+from benchmarks.options import integers, option_parser, require_ray
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import resolve
 from fedstill.config.tables import Engine
@@ -154,6 +154,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds of --sites")
     parser.add_argument("--large", action="store_true", help="send messages of 144 MB")
     options = parser.parse_args()
+    if options.ray:
+        require_ray(parser)
     if options.sites:
         load.print_table(options.sites, options.rounds)
         return

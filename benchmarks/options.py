@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection
+from importlib.util import find_spec
 
 
 def option_parser(docstring: str | None) -> argparse.ArgumentParser:
@@ -11,6 +12,12 @@ def option_parser(docstring: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def require_ray(parser: argparse.ArgumentParser) -> None:
+    """End the program with a message if Ray is not installed."""
+    if find_spec("ray") is None:
+        parser.error("Ray is not installed: pip install 'fedstill[flower-simulation]'")
 
 
 def names_among(choices: Collection[str]) -> Callable[[str], list[str]]:

@@ -1,7 +1,7 @@
-"""Real journals, changed at random, and everything that reads one: either it works, or it raises a
-named error with the file and the line.
+"""Journals of runs with random changes, and all functions that read journals. With a changed
+journal, a function must work, or raise an error of fedstill that names the file and the line.
 
-``python tests/changed_journals.py 1000`` tries so many changes of every run.
+``python tests/changed_journals.py 1000`` tries 1,000 changes of every run's journal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import fedstill
 import toys
 from fedstill.benchmark.scoring import score_of
 from fedstill.cli import call
-from fedstill.core.errors import ConfigError, CorruptFile, FedstillError
+from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.report.comparison import Comparison
 from fedstill.report.page import write_page
 from fedstill.report.table_files import export, run_frames, write_tables
@@ -71,9 +71,9 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
         "clients": toys.TOLERANT,
     },
 }
-"""Runs whose journals have every kind of event, and most of their fields."""
+"""Runs whose journals have all kinds of events, and most of their fields."""
 
-NASTY: tuple[Any, ...] = (
+REPLACEMENTS: tuple[Any, ...] = (
     None,
     -1,
     0,
@@ -93,33 +93,36 @@ NASTY: tuple[Any, ...] = (
     {"a": 1},
     {"0": "x"},
 )
-"""What a value is replaced by."""
+"""Values that replace those of a journal."""
 
 
 def make_runs(folder: Path) -> list[Path]:
-    """Do the runs, one folder each."""
+    """Execute ``RUNS``, each in a folder below ``folder``."""
     for name, settings in RUNS.items():
         values = dict(settings)
         run(toys.toy(values.pop("method"), **values), folder / name, toys.blobs())
     return [folder / name for name in RUNS]
 
 
-# Changes.
+# Changes of a journal.
 
 
 def changed(journal: bytes, draw: random.Random) -> bytes:
-    """A journal with one to three changes of its values or lines."""
+    """A journal with one to three random changes of its values or lines; sometimes cut off."""
     events: list[Event] = [json.loads(line) for line in journal.splitlines()]
     for _ in range(draw.randint(1, 3)):
-        change_values(events, draw) if draw.random() < 0.75 else change_lines(events, draw)
+        if draw.random() < 0.75:
+            change_value(events, draw)
+        else:
+            change_lines(events, draw)
     text = b"".join(json.dumps(event).encode() + b"\n" for event in events)
     if draw.random() < 0.1:
         text = text[: draw.randrange(len(text))]
     return text
 
 
-def change_values(events: list[Event], draw: random.Random) -> None:
-    """Delete a value, replace it, or nest it."""
+def change_value(events: list[Event], draw: random.Random) -> None:
+    """Delete, nest or replace a value."""
     if not events:
         return
     kind = draw.choice(sorted({event["event"] for event in events}))
@@ -132,13 +135,13 @@ def change_values(events: list[Event], draw: random.Random) -> None:
         case 1:
             container[key] = draw.choice(([container[key]], {"in": container[key]}))
         case _:
-            container[key] = draw.choice(NASTY)
+            container[key] = draw.choice(REPLACEMENTS)
     if not isinstance(events[index].get("event"), str):
         events[index]["event"] = kind
 
 
 def places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container in a tree and every key of it."""
+    """The keys of a tree of lists and dictionaries, each with its container."""
     if isinstance(tree, dict):
         keys = list(tree)
     elif isinstance(tree, list):
@@ -151,7 +154,7 @@ def places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def change_lines(events: list[Event], draw: random.Random) -> None:
-    """Swap two lines, drop one, or write one twice."""
+    """Swap two lines, delete a line, or repeat one."""
     first = draw.randrange(len(events))
     second = draw.randrange(len(events))
     match draw.randrange(3):
@@ -163,11 +166,11 @@ def change_lines(events: list[Event], draw: random.Random) -> None:
             events.insert(second, events[first])
 
 
-# Readers.
+# Readers of journals.
 
 
-class Quiet:
-    """A tracker that takes everything."""
+class CheckingTracker:
+    """A tracker that only checks the types of the numbers it gets."""
 
     def __init__(self, folder: Path | None = None) -> None: ...
 
@@ -214,9 +217,9 @@ READERS: Mapping[str, Callable[[Path, Path], object]] = {
     "table files": lambda folder, out: write_tables(groups([folder]), out / "tables"),
     "comparison": lambda folder, out: _shown(folder),
     "result": lambda folder, out: _result(folder),
-    "exported tracker": lambda folder, out: export([folder], out / "tracked", Quiet),
+    "exported tracker": lambda folder, out: export([folder], out / "tracked", CheckingTracker),
     "late tracker": lambda folder, out: send_late(
-        folder, settings_of(folder), {"Quiet": Quiet()}, {}
+        folder, settings_of(folder), {"tracker": CheckingTracker()}, {}
     ),
     "score": lambda folder, out: score_of(folder, 2),
     "resume": lambda folder, out: resume(folder, toys.blobs()),
@@ -224,21 +227,22 @@ READERS: Mapping[str, Callable[[Path, Path], object]] = {
     "forgetting": lambda folder, out: _command("forgetting", str(folder)),
     "report": lambda folder, out: _command("report", str(folder), "--out", str(out / "r.html")),
 }
-"""Everything that reads a journal."""
+"""Functions that read a journal. Their arguments are the run's folder and a folder for output."""
 
 
 def problem_of(reader: str, folder: Path) -> str:
-    """The traceback of a reader that fails without a named error; empty if all is well."""
+    """The traceback of a reader that raises an unexpected error; empty if it works, or if its error
+    is a ConfigError or names the line.
+    """
     with tempfile.TemporaryDirectory() as out:
         try:
             READERS[reader](folder, Path(out))
-        except (CorruptFile, ConfigError) as error:
+        except ConfigError:
+            return ""
+        except CorruptFile as error:
             # A score is computed from several lines.
-            named = re.search(r"(journal|why)\.jsonl(, line \d+| cannot be scored)", str(error))
-            if named or isinstance(error, ConfigError):
+            if re.search(r"(journal|why)\.jsonl(, line \d+| cannot be scored)", str(error)):
                 return ""
-            return traceback.format_exc()
-        except FedstillError:
             return traceback.format_exc()
         except Exception:
             return traceback.format_exc()
@@ -250,19 +254,20 @@ def tried(original: Path, draw: random.Random, readers: list[str]) -> Iterator[s
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
         shutil.copytree(original, folder)
-        shutil.rmtree(folder / "checkpoints")  # they know what the journal was
+        shutil.rmtree(folder / "checkpoints")  # They contain the hash of the journal.
         journal = folder / "journal.jsonl"
         journal.write_bytes(changed(journal.read_bytes(), draw))
-        before = journal.read_bytes()
+        content = journal.read_bytes()
         for reader in readers:
             problem = problem_of(reader, folder)
             if problem:
                 yield f"{reader}: {problem}"
-            journal.write_bytes(before)
+            # Some readers, such as resume, write to the journal.
+            journal.write_bytes(content)
 
 
 def main(trials: int) -> None:
-    """Print each kind of problem once, with how often it came."""
+    """Print each kind of problem with its number of occurrences."""
     counts: collections.Counter[str] = collections.Counter()
     with tempfile.TemporaryDirectory() as place:
         runs = make_runs(Path(place))

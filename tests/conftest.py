@@ -1,9 +1,9 @@
-"""What holds for the whole suite: one torch thread, clients side by side, no network, a cache of
-its own.
+"""Settings of the whole suite: one torch thread, no network, a separate cache, and the order of
+the tests.
 
-``FEDSTILL_TEST_THREADS`` in the environment is another number of torch threads (``make grid``).
-Temporary folders are in memory where there is room: every checkpoint waits for its disk several
-times.
+The environment variable ``FEDSTILL_TEST_THREADS`` sets another number of torch threads
+(``make grid``). Temporary folders are in memory if there is enough space, because every checkpoint
+waits for the disk several times.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ import pytest
 
 from blocking.sitecustomize import VARIABLE, block
 
-MEMORY, ROOM = Path("/dev/shm"), 2 << 30
-"""A file system in memory, and the bytes that it must have to spare: the suite writes a fifth of
-that.
-"""
+MEMORY = Path("/dev/shm")
+"""A file system in memory."""
 
-WHOLE_RUNS = (
+NEEDED_BYTES = 2 << 30
+"""The free space that the file system in memory must have. The suite writes a fifth of it."""
+
+FOLDERS_OF_RUNS = (
     "methods",
     "running",
     "measures",
@@ -45,8 +46,9 @@ WHOLE_RUNS = (
     "privacy",
     "unlearning",
 )
-"""Folders of tests that train, after all that check a formula or a file."""
-LONGEST = (
+"""Folders of tests that train. They run after the tests of formulas and files."""
+
+LONGEST_FILES = (
     "test_documents.py",
     "test_every_method.py",
     "test_recorded.py",
@@ -62,21 +64,26 @@ LONGEST = (
     "test_load_model_of_kinds.py",
     "test_why.py",
 )
-"""The first among those: no worker should be left with one of them when the others are done."""
+"""Files that run first among those that train, so that no worker is busy with one of them after the
+others have finished.
+"""
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM:
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+if MEMORY.is_dir():
+    has_space = shutil.disk_usage(MEMORY).free > NEEDED_BYTES
+    if has_space and os.access(MEMORY, os.W_OK):
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--block PACKAGE``: run the tests as if one outer package were not there."""
+    """Add ``--block PACKAGE``, which runs the tests as if an outer package were not installed."""
     parser.addoption("--block", metavar="PACKAGE", help="run without this package of fedstill")
 
 
 def _blocked_package() -> str:
-    """The package of ``--block``; workers of pytest-xdist have it from the environment."""
+    """The package of ``--block``. Workers of pytest-xdist read it from the environment."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--block", default=os.environ.get(VARIABLE, ""))
     options, _ = parser.parse_known_args()
@@ -84,7 +91,8 @@ def _blocked_package() -> str:
 
 
 BLOCKED = _blocked_package()
-if BLOCKED:  # here, since the conftest.py files of folders import fedstill
+if BLOCKED:
+    # At import, because the conftest.py files of folders import fedstill.
     block(BLOCKED)
     os.environ[VARIABLE] = BLOCKED
     os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -96,91 +104,99 @@ ROOT = Path(__file__).parents[1]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave out the blocked package: hooks of this file are not asked about other folders."""
+    """Ignore the folder of the blocked package. pytest does not call the hooks of this file for
+    folders outside of tests/.
+    """
     if BLOCKED:
         ignored = config.option.ignore or []
         config.option.ignore = [*ignored, str(ROOT / "src" / "fedstill" / BLOCKED)]
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out the tests of the blocked package, and files that need it."""
+    """Ignore the tests of the blocked package, and files that need it."""
     if not BLOCKED:
         return None
-    is_left_out = collection_path == ROOT / "tests" / BLOCKED or collection_path in _users()
-    return is_left_out or None
+    if collection_path == ROOT / "tests" / BLOCKED or collection_path in _files_that_need_package():
+        return True
+    return None
 
 
 @functools.cache
-def _users() -> frozenset[Path]:
-    """The tests and tools that import the blocked package, or others of them that do."""
+def _files_that_need_package() -> frozenset[Path]:
+    """The tests, tools and benchmarks that import the blocked package, directly or through each
+    other.
+    """
     folders = [ROOT / "tests", ROOT / "tools", ROOT / "benchmarks"]
     files = {path: path.read_text("utf-8") for folder in folders for path in folder.rglob("*.py")}
     imports = rf"^(from|import) fedstill\.{BLOCKED}\b|^from fedstill import .*\b{BLOCKED}\b"
-    users = {path for path, text in files.items() if re.search(imports, text, re.MULTILINE)}
+    found = {path for path, text in files.items() if re.search(imports, text, re.MULTILINE)}
     while True:
-        names = {path.stem for path in users if path.stem != "__init__"}
-        further = {path for path, text in files.items() if not names.isdisjoint(_imported(text))}
-        if further <= users:
-            return frozenset(users)
-        users |= further
+        names = {path.stem for path in found if path.stem != "__init__"}
+        importers = {path for path, text in files.items() if not names.isdisjoint(_imported(text))}
+        if importers <= found:
+            return frozenset(found)
+        found |= importers
 
 
 def _imported(text: str) -> set[str]:
-    """The names of modules of this repository that a file imports at its top."""
+    """The modules of this repository that a file imports at its top, by name."""
     lines = re.findall(r"^(?:from|import) (?!fedstill\b)(.*)", text, re.MULTILINE)
     return set(re.findall(r"\w+", " ".join(lines)))
 
 
-def _leave_out_users(config: pytest.Config, items: list[pytest.Item]) -> None:
+def _deselect_marked_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests that are marked as users of the blocked package."""
-    users = []
-    others = []
+    deselected = []
+    selected = []
     for item in items:
         packages = [name for mark in item.iter_markers("uses") for name in mark.args]
         if item.get_closest_marker("needs_flower") is not None:
             packages.append("flower")
         if BLOCKED in packages:
-            users.append(item)
+            deselected.append(item)
         else:
-            others.append(item)
-    items[:] = others
-    config.hook.pytest_deselected(items=users)
+            selected.append(item)
+    items[:] = selected
+    config.hook.pytest_deselected(items=deselected)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is fast comes first, so that what is wrong is mostly said within seconds."""
-    tests = Path(__file__).parent
+    """Sort the tests: the fast ones come first, so that most errors are reported within seconds."""
     if BLOCKED:
-        _leave_out_users(config, items)
+        _deselect_marked_tests(config, items)
+    items.sort(key=_rank)
 
-    def rank(item: pytest.Item) -> tuple[bool, int]:
-        runs = (
-            item.path.is_relative_to(tests) and item.path.relative_to(tests).parts[0] in WHOLE_RUNS
-        )
-        name = item.path.name
-        return runs, LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
-    items.sort(key=rank)
+def _rank(item: pytest.Item) -> tuple[bool, int]:
+    """The sort key of a test: whether it trains, and the place of its file in ``LONGEST_FILES``."""
+    trains = False
+    if item.path.is_relative_to(ROOT / "tests"):
+        folder = item.path.relative_to(ROOT / "tests").parts[0]
+        trains = folder in FOLDERS_OF_RUNS
+    place = len(LONGEST_FILES)
+    if item.path.name in LONGEST_FILES:
+        place = LONGEST_FILES.index(item.path.name)
+    return trains, place
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test that asks for the blocked package and is told that it is missing is an expected
-    failure.
-    """
+    """Report a test as an expected failure if it failed because the blocked package is missing."""
     report = yield
     if BLOCKED and report.failed and call.excinfo is not None:
-        of_a_command = f"fedstill.{BLOCKED}" in report.capstderr
-        if of_a_command or _is_missed(call.excinfo.value):
+        command_names_package = f"fedstill.{BLOCKED}" in report.capstderr
+        if command_names_package or _names_missing_package(call.excinfo.value):
             report.outcome = "skipped"
             report.wasxfail = f"uses fedstill.{BLOCKED}"
     return report
 
 
-def _is_missed(error: BaseException) -> bool:
-    """Whether an error, or one that led to it, says that the blocked package is missing."""
+def _names_missing_package(error: BaseException) -> bool:
+    """Whether the message of an error, or of one of its causes, names the blocked package as
+    missing.
+    """
     from fedstill import manifest
 
     (package,) = [package for package in manifest.PACKAGES if package.name == BLOCKED]
@@ -201,8 +217,8 @@ def _is_missed(error: BaseException) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Tests and imported modules stay until the end: to search them for garbage meanwhile takes a
-    third of the collection's time.
+    """Collect the tests without Python's garbage collector. Tests and imported modules are needed
+    until the end, and searching them for garbage takes a third of the collection's time.
     """
     gc.disable()
     try:
@@ -213,10 +229,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop() -> Generator[None, object, object]:
-    """While tests run, and in pytest's own search at the end, the collector does not search the
-    tests and modules for garbage either: that takes an eighth of the suite's time.
+    """Exclude tests and modules from garbage collection while tests run, which saves an eighth of
+    the suite's time.
     """
-    import hypothesis  # noqa: F401  # it asks the collector about objects when it is imported
+    import hypothesis  # noqa: F401  # its import needs the collector's list of objects
 
     gc.freeze()
     return (yield)
@@ -228,8 +244,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("Flower is not installed: pip install 'fedstill[flower]', as make test does")
 
 
-def reproducible() -> None:
-    import torch  # not by the process that only hands tests out
+def _set_up_torch() -> None:
+    """Set the number of torch threads, and refuse operations whose results vary."""
+    # Lazy, because the process that distributes tests to workers does not need torch.
+    import torch
 
     import toys
 
@@ -238,33 +256,34 @@ def reproducible() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _from_the_start() -> None:
-    reproducible()
+def _torch_for_module_fixtures() -> None:
+    _set_up_torch()
 
 
 @pytest.fixture(autouse=True)
-def _whatever_was_set_before() -> None:
-    reproducible()
+def _torch_for_each_test() -> None:
+    """Set up torch again, in case another test has changed its settings."""
+    _set_up_torch()
 
 
 @pytest.fixture
 def with_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pooled engine's threads, however small the networks of the tests are: they take half as
-    long again.
+    """Let the pooled engine use threads for the small networks of tests, too. By default, it does
+    not, and such tests take two thirds of the time.
     """
     monkeypatch.setattr("fedstill.engines.pooled.LIGHT_FLOPS", 0.0)
 
 
 @pytest.fixture(autouse=True)
-def _no_width_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a command prints is as wide here as on every other machine."""
+def _default_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands print with the same width on every machine."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Workers share one cache, so that data are decoded and packed runs are unpacked once for all
-    of them.
+def _common_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let all workers use one new cache, so that data are decoded and packed runs are unpacked only
+    once.
     """
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

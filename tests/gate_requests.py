@@ -1,4 +1,4 @@
-"""Requests of sites to the gate, made and signed by hand."""
+"""Requests of sites to the gate, signed without Flower's client."""
 
 from __future__ import annotations
 
@@ -28,28 +28,32 @@ class SiteKey:
             serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
         )
 
-    def headers(self, when: str = "") -> dict[str, Any]:
-        """The headers of a request signed at a time, by default now."""
-        when = when or datetime.datetime.now(datetime.UTC).isoformat()
-        signature = self.private.sign(when.encode(), ec.ECDSA(hashes.SHA256()))
+    def headers(self, timestamp: str = "") -> dict[str, Any]:
+        """The headers of a request that was signed at a time; now by default."""
+        timestamp = timestamp or datetime.datetime.now(datetime.UTC).isoformat()
+        signature = self.private.sign(timestamp.encode(), ec.ECDSA(hashes.SHA256()))
         return {
             "flwr_public_key": base64.b64encode(self.public).decode(),
-            "flwr_timestamp": when,
+            "flwr_timestamp": timestamp,
             "flwr_signature": base64.b64encode(signature).decode(),
         }
 
 
 @dataclass
-class Inside:
-    """What is behind the gate: it notes the requests that came through, and answers them."""
+class Backend:
+    """An application behind the gate, which records requests and answers them.
+
+    ``status``: of all answers. ``answers``: the bodies of answers by path. ``paths``, ``bodies``:
+    of the requests that passed the gate.
+    """
 
     status: int = 200
     answers: dict[str, bytes] = field(default_factory=dict)
-    came: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        self.came.append(str(scope.get("path", scope["type"])))
+        self.paths.append(str(scope.get("path", scope["type"])))
         if scope["type"] != "http":
             return
         self.bodies.append((await receive())["body"])
@@ -58,7 +62,7 @@ class Inside:
         await send({"type": "http.response.body", "body": answer})
 
 
-def asked(
+def response(
     gate: Gate,
     path: str,
     method: str = "POST",
@@ -68,73 +72,83 @@ def asked(
     receive: Callable[[], Any] | None = None,
     **headers: Any,
 ) -> dict[str, Any]:
-    """The first message of the answer; a header's name is written with _ for -, and an empty one
-    is left out.
+    """The gate's response to a request: its first message, with the whole ``body`` and its
+    ``text``.
+
+    headers: "_" in a name stands for "-". A header with an empty value is left out.
     """
-    sent: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
 
     async def send(message: MutableMapping[str, Any]) -> None:
-        sent.append(dict(message))
+        messages.append(dict(message))
 
-    async def whole() -> MutableMapping[str, Any]:
+    async def receive_body() -> MutableMapping[str, Any]:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    pairs = [
-        (name.replace("_", "-").encode(), value if isinstance(value, bytes) else value.encode())
-        for name, value in {"content_length": str(len(body)), **headers}.items()
-        if value != ""
-    ]
+    headers = {"content_length": str(len(body)), **headers}
     scope = {
         "type": kind,
         "method": method,
         "path": path,
         "query_string": b"",
-        "headers": pairs,
+        "headers": [
+            (name.replace("_", "-").encode(), _encoded(value))
+            for name, value in headers.items()
+            if value != ""
+        ],
         "client": ("203.0.113.7", 5),
     }
-    asyncio.run(gate(scope, receive or whole, send))
-    if not sent:
+    asyncio.run(gate(scope, receive or receive_body, send))
+    if not messages:
         return {}
-    answer = b"".join(message.get("body", b"") for message in sent)
-    return {**sent[0], "body": answer, "text": answer.decode(errors="replace")}
+    content = b"".join(message.get("body", b"") for message in messages)
+    return {**messages[0], "body": content, "text": content.decode(errors="replace")}
+
+
+def _encoded(value: str | bytes) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    return value.encode()
 
 
 class SiteSession:
-    """A site with a key and a node, which asks a gate for things by their names in Flower."""
+    """A site with a key and a node, which sends requests to a gate."""
 
     def __init__(self, gate: Gate, key: SiteKey, node: int) -> None:
         self.gate = gate
         self.key = key
         self.node = node
 
-    def asks(self, name: str, request: Any) -> tuple[int, str]:
-        """Status and text of the answer to a request, signed now."""
-        body = request.SerializeToString()
-        answer = asked(self.gate, SITES + name, body=body, **self.key.headers())
+    def request(self, name: str, content: Any) -> tuple[int, str]:
+        """Send a signed request with a name of Flower's interface; return the status and the text
+        of the response.
+        """
+        body = content.SerializeToString()
+        answer = response(self.gate, SITES + name, body=body, **self.key.headers())
         return answer["status"], answer["text"]
 
-    def pulls(self, inside: Inside, *messages: Any) -> tuple[int, str]:
-        """Fetch messages, which what is behind the gate hands out."""
+    def pull(self, backend: Backend, *messages: Any) -> tuple[int, str]:
+        """Request messages, which the backend then sends."""
         from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse
         from flwr.proto.node_pb2 import Node
 
-        handed_out = PullMessagesResponse(
+        answer = PullMessagesResponse(
             messages_list=messages, message_object_trees=[tree_of(m) for m in messages]
         )
-        inside.answers[SITES + "pull-messages"] = handed_out.SerializeToString()
-        return self.asks("pull-messages", PullMessagesRequest(node=Node(node_id=self.node)))
+        backend.answers[SITES + "pull-messages"] = answer.SerializeToString()
+        return self.request("pull-messages", PullMessagesRequest(node=Node(node_id=self.node)))
 
-    def pushes(self, *messages: Any, tree: Any = None) -> tuple[int, str]:
+    def push(self, *messages: Any, tree: Any = None) -> tuple[int, str]:
         """Send messages with their trees."""
         from flwr.proto.fleet_pb2 import PushMessagesRequest
         from flwr.proto.node_pb2 import Node
 
-        request = PushMessagesRequest(
+        content = PushMessagesRequest(
             node=Node(node_id=self.node),
             messages_list=messages,
             message_object_trees=[tree or tree_of(m) for m in messages],
         )
-        return self.asks("push-messages", request)
+        return self.request("push-messages", content)
 
 
 def message(id: str, **metadata: Any) -> Any:
@@ -146,7 +160,7 @@ def message(id: str, **metadata: Any) -> Any:
 
 
 def instruction(id: str, node: int, **metadata: Any) -> Any:
-    """A message of the server to a node."""
+    """A message from the server to a node."""
     return message(id, **{"src_node_id": SERVER_NODE, "dst_node_id": node, **metadata})
 
 
@@ -156,9 +170,9 @@ def reply(id: str, node: int, to: str, **metadata: Any) -> Any:
     return message(id, **{**values, **metadata})
 
 
-def tree_of(sent: Any) -> Any:
+def tree_of(message: Any) -> Any:
     """The tree of a message with one part."""
     from flwr.proto.message_pb2 import ObjectTree
 
-    id = sent.metadata.message_id
+    id = message.metadata.message_id
     return ObjectTree(object_id=id, children=[ObjectTree(object_id=f"part of {id}")])

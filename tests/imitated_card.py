@@ -1,11 +1,12 @@
-"""A card's recordings of steps, imitated on the CPU: operations are noted below autograd, and done
-again in place.
+"""CUDA graphs imitated on the CPU: the operations of a step are recorded, and executed again on the
+same tensors.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +19,14 @@ from fedstill.engines import cuda_graphs, hardware, loop
 from fedstill.engines.hardware import WORKERS
 
 aten = torch.ops.aten
-UNSAID = {aten.native_batch_norm: (3, 4), aten._native_batch_norm_legit: (3, 4)}
-"""Arguments that operations write into although their schemas do not say it."""
+UNDECLARED_WRITES = {aten.native_batch_norm: (3, 4), aten._native_batch_norm_legit: (3, 4)}
+"""The positions of arguments that operations write to, although their schemas do not declare it."""
 
 
-def tensors(values: Any) -> list[Tensor]:
-    """The tensors among an operation's arguments or results: torch's own ``tree_leaves`` takes
-    longer than the operations of a toy.
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors among the arguments or results of an operation.
+
+    torch's own ``tree_leaves`` takes longer than the operations of small networks.
     """
     if isinstance(values, Tensor):
         return [values]
@@ -32,24 +34,56 @@ def tensors(values: Any) -> list[Tensor]:
         values = values.values()
     elif not isinstance(values, list | tuple):
         return []
-    return [tensor for value in values for tensor in tensors(value)]
+    return [tensor for value in values for tensor in tensors_in(value)]
 
 
-def places(values: Any) -> dict[int, Tensor]:
-    """Tensors by where their memory is."""
-    return {v.untyped_storage().data_ptr(): v for v in tensors(values)}
+def by_address(values: Any) -> dict[int, Tensor]:
+    """The tensors among values by the address of their memory."""
+    return {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors_in(values)}
 
 
-class Noting(TorchDispatchMode):
-    """Notes operations with their tensors, and what was in memory that they write into and did not
-    make.
+def written_arguments(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The arguments that an operation writes to."""
+    written = [args[position] for position in UNDECLARED_WRITES.get(operation.overloadpacket, ())]
+    for position, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        if position < len(args):
+            written.append(args[position])
+        else:
+            written.append(kwargs.get(argument.name))
+    return written
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An executed operation with its arguments and results."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Original:
+    """A tensor that recorded operations write to, and a copy of its memory before them."""
+
+    tensor: Tensor
+    storage: Any
+
+
+class OperationRecorder(TorchDispatchMode):
+    """Records the operations that torch executes below autograd.
+
+    ``originals``: by address, the tensors that the operations change but did not create.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.done: list[tuple[Any, Any, Any, list[Tensor]]] = []
-        self.before: dict[int, tuple[Tensor, Any]] = {}
-        self.made: dict[int, Tensor] = {}
+        self.operations: list[Operation] = []
+        self.originals: dict[int, Original] = {}
+        self._created: set[int] = set()
 
     def __torch_dispatch__(
         self,
@@ -59,52 +93,51 @@ class Noting(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        said = [
-            (a.name, i)
-            for i, a in enumerate(func._schema.arguments)
-            if a.alias_info and a.alias_info.is_write
-        ]
-        written = [args[i] if i < len(args) else kwargs.get(name) for name, i in said]
-        for place, tensor in places(
-            [*written, *(args[i] for i in UNSAID.get(func.overloadpacket, ()))]
-        ).items():
-            if place not in self.made and place not in self.before:
-                self.before[place] = tensor, tensor.untyped_storage().clone()
-        given = func(*args, **kwargs)
-        read = places((args, kwargs))
-        self.made |= {k: v for k, v in places(given).items() if k not in read}
-        self.done.append((func, args, kwargs, tensors(given)))
-        return given
+        self._store_originals(written_arguments(func, args, kwargs))
+        result = func(*args, **kwargs)
+        # Results that are views of arguments are not new.
+        self._created |= by_address(result).keys() - by_address((args, kwargs)).keys()
+        self.operations.append(Operation(func, args, kwargs, tensors_in(result)))
+        return result
+
+    def _store_originals(self, written: Iterable[Any]) -> None:
+        for address, tensor in by_address(list(written)).items():
+            if address not in self._created and address not in self.originals:
+                self.originals[address] = Original(tensor, tensor.untyped_storage().clone())
 
 
 class Graph:
-    """While it records, memory is as before; a replay reads and writes the memory that was
-    recorded.
+    """Imitates ``torch.cuda.CUDAGraph``. Recording changes no tensor and draws no random number; a
+    replay executes the operations on the recorded tensors.
     """
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
-        self.noting, self.drawn = Noting(), torch.get_rng_state()
-        self.noting.__enter__()
+        self.recorder = OperationRecorder()
+        self.generator_state = torch.get_rng_state()
+        self.recorder.__enter__()
 
     def capture_end(self) -> None:
-        self.noting.__exit__(None, None, None)
-        torch.set_rng_state(self.drawn)
-        for tensor, before in self.noting.before.values():
-            tensor.untyped_storage().copy_(before)
+        self.recorder.__exit__(None, None, None)
+        torch.set_rng_state(self.generator_state)
+        for original in self.recorder.originals.values():
+            original.tensor.untyped_storage().copy_(original.storage)
 
     @torch.no_grad()
     def replay(self) -> None:
-        for func, args, kwargs, recorded in self.noting.done:
-            again = func(*args, **kwargs)
-            for old, new in zip(recorded, tensors(again), strict=True):
-                if old.numel() and old.data_ptr() != new.data_ptr():
-                    old.detach().copy_(new)
+        for operation in self.recorder.operations:
+            results = tensors_in(operation.function(*operation.args, **operation.kwargs))
+            for recorded, result in zip(operation.results, results, strict=True):
+                if recorded.numel() and recorded.data_ptr() != result.data_ptr():
+                    recorded.detach().copy_(result)
+
+
+def may_record(device: torch.device) -> bool:
+    """Whether steps may be recorded; also on the CPU."""
+    return os.environ.get(hardware.REPLAY, "1") != "0"
 
 
 def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have steps on the CPU recorded and replayed as on a card, if the environment does not say
-    otherwise.
-    """
+    """Record and replay steps on the CPU as on a card, unless the environment turns it off."""
     card = SimpleNamespace(
         CUDAGraph=Graph,
         graph_pool_handle=lambda: (0, 0),
@@ -113,9 +146,9 @@ def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         get_rng_state=torch.get_rng_state,
         set_rng_state=torch.set_rng_state,
     )
-    wanted = lambda device: os.environ.get(hardware.REPLAY, "1") != "0"  # noqa: E731
     monkeypatch.setattr(cuda_graphs, "torch", SimpleNamespace(**{**vars(torch), "cuda": card}))
     monkeypatch.setattr(cuda_graphs, "_refused", set())
-    monkeypatch.setenv(WORKERS, "1")  # a teacher's pass in another thread would not be noted
+    # The recorder does not see the operations of a teacher's pass in another thread.
+    monkeypatch.setenv(WORKERS, "1")
     for module in (cuda_graphs, loop):
-        monkeypatch.setattr(module, "may_record_steps", wanted)
+        monkeypatch.setattr(module, "may_record_steps", may_record)

@@ -1,6 +1,4 @@
-"""Real processes of a federation on loopback addresses: started, watched, bounded in time, and
-ended.
-"""
+"""Processes of a federation on the loopback address: starting, watching and ending them."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +26,12 @@ from fedstill.running.journal import read_journal, without_times
 from fedstill.running.runner import run
 
 LIMIT = 1800.0
-"""Seconds after which a test gives up on anything."""
+"""The seconds that a test waits for a process."""
 
 
 class Deployment:
-    """A federation in a folder, its server and clients as processes of ``fedstill deploy``, each
-    with a log.
+    """A federation in a folder. Its server and its clients are processes of ``fedstill deploy``,
+    and each process has a log.
     """
 
     def __init__(self, place: Path, clients: int) -> None:
@@ -45,66 +43,73 @@ class Deployment:
             port=free_port(),
             version=fedstill.__version__,
         )
-        self.place, self.processes = place, dict[str, subprocess.Popen[bytes]]()
+        self.place = place
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, *arguments: str) -> None:
-        """Start ``fedstill`` with some arguments, its output in NAME.log; what had that name has to
-        end first.
+        """Start ``fedstill`` with some arguments. Its output goes to NAME.log.
+
+        An earlier process of this name must have ended.
         """
         if name in self.processes:
             self.processes.pop(name).wait(60)
         with (self.place / f"{name}.log").open("ab") as log:
             command = ["timeout", f"{LIMIT:g}", *fedstill_command(*arguments)]
             self.processes[name] = subprocess.Popen(
-                command, env=beside_us(), stdout=log, stderr=log, start_new_session=True
+                command, env=process_environment(), stdout=log, stderr=log, start_new_session=True
             )
 
-    def server(self) -> None:
+    def start_server(self) -> None:
+        """Start the server, and wait until it listens."""
         self.start("server", "deploy", "server", str(self.federation.folder))
-        self.until(lambda: "the server listens" in self.log("server"), "the server to listen")
+        self.wait_until(lambda: "the server listens" in self.log("server"), "the server to listen")
 
-    def client(self, client: int, *more: str) -> None:
-        self.start(
-            f"client{client}", "deploy", "client", str(self.federation.client(client)), *more
-        )
+    def start_client(self, client: int, *options: str) -> None:
+        """Start a client with further options of ``fedstill deploy client``."""
+        folder = str(self.federation.client(client))
+        self.start(f"client{client}", "deploy", "client", folder, *options)
 
     def log(self, name: str) -> str:
+        """The output of a process; empty if it has not started."""
         path = self.place / f"{name}.log"
-        return path.read_text(errors="replace") if path.exists() else ""
+        if not path.exists():
+            return ""
+        return path.read_text(errors="replace")
 
-    def until(self, true: Callable[[], Any], what: str, seconds: float = LIMIT) -> None:
-        """Wait for something to become true."""
+    def wait_until(
+        self, condition: Callable[[], Any], description: str, seconds: float = LIMIT
+    ) -> None:
+        """Wait until a condition is true."""
         end = time.monotonic() + seconds
-        while not true():
-            assert time.monotonic() < end, f"waited {seconds:g} s for {what}"
+        while not condition():
+            assert time.monotonic() < end, f"waited {seconds:g} s for {description}"
             time.sleep(0.3)
 
-    def finish(self, name: str) -> None:
-        """Wait until a process of ours has ended by itself, without an error.
+    def wait_for_success(self, name: str) -> None:
+        """Wait until a process has ended without an error.
 
-        It may still read its files after it has written the last one.
+        A process may still read its files after it has written the last one.
         """
         status = self.processes.pop(name).wait(LIMIT)
         assert status == 0, self.log(name) + self.log("server")[-3000:]
 
-    def kill(self, name: str, what: signal.Signals = signal.SIGKILL) -> None:
-        """Kill a process of ours and all below it."""
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to a process and its descendants, and wait for its end."""
         process = self.processes.pop(name)
-        for pid in [*(below.pid for below in descendants(process.pid)), process.pid]:
-            try:
-                os.kill(pid, what)
-            except ProcessLookupError:
-                continue
+        pids = [descendant.pid for descendant in descendants(process.pid)]
+        for pid in [*pids, process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
         process.wait(60)
 
     def close(self) -> None:
-        """End everything that was started."""
+        """Kill all processes."""
         for name in list(self.processes):
             self.kill(name)
 
 
-def beside_us() -> dict[str, str]:
-    """The environment of a process that imports what the tests do, this folder's modules too."""
+def process_environment() -> dict[str, str]:
+    """The environment of a process that can import the modules of fedstill and of this folder."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
 
 
@@ -113,32 +118,36 @@ def fedstill_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "fedstill", *arguments]
 
 
-def fedstill_(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """``fedstill`` with some arguments, run to its end."""
-    command = fedstill_command(*arguments)
+def run_fedstill(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``fedstill`` with some arguments to its end."""
     return subprocess.run(
-        command, env=beside_us(), capture_output=True, text=True, timeout=LIMIT, check=False
+        fedstill_command(*arguments),
+        env=process_environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
     )
 
 
 @contextmanager
 def deployed(place: Path, clients: int) -> Iterator[Deployment]:
-    """A federation whose server and clients run."""
+    """Start a federation with its server and clients, and kill them at the end."""
     deployment = Deployment(place, clients)
     try:
-        deployment.server()
+        deployment.start_server()
         for client in range(clients):
-            deployment.client(client)
+            deployment.start_client(client)
         yield deployment
     finally:
         deployment.close()
 
 
-def flowers_program(name: str) -> str:
-    """The path of one of Flower's programs, which are installed beside this Python."""
-    beside = str(Path(sys.executable).parent)
-    path = shutil.which(name, path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
-    assert path is not None, f"there is no program {name}"
+def flower_program(name: str) -> str:
+    """The path of one of Flower's programs, which are installed in the folder of this Python."""
+    folder = str(Path(sys.executable).parent)
+    path = shutil.which(name, path=os.pathsep.join([folder, os.environ.get("PATH", "")]))
+    assert path is not None, f"the program {name} is not installed"
     return path
 
 
@@ -146,7 +155,7 @@ def flowers_program(name: str) -> str:
 def running(
     command: Sequence[str], env: Mapping[str, str], **streams: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A program in its own process group, which ends with all below it."""
+    """Run a program in a new process group during the block, and end the group afterwards."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     process = subprocess.Popen(list(command), env=dict(env), start_new_session=True, **streams)
     try:
@@ -158,10 +167,10 @@ def running(
 def wait_for_port(federation: Federation, process: subprocess.Popen[bytes]) -> None:
     """Wait until a server listens on its federation's port."""
     host, _, port = federation.local.rpartition(":")
-    end_at = time.monotonic() + 600
+    end = time.monotonic() + 600
     while True:
         assert process.poll() is None, f"the server ended with status {process.returncode}"
-        assert time.monotonic() < end_at, f"nothing listens on {federation.local}"
+        assert time.monotonic() < end, f"nothing listens on {federation.local}"
         try:
             socket.create_connection((host.strip("[]"), int(port)), 1).close()
         except OSError:
@@ -171,14 +180,14 @@ def wait_for_port(federation: Federation, process: subprocess.Popen[bytes]) -> N
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port of this machine on which no program listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def experiment(method: str, topology: str, /, **changes: Any) -> Experiment:
-    """Two rounds of digits, with as many threads everywhere."""
+    """Two rounds on digits with one torch thread."""
     values: dict[str, Any] = {
         "rounds": 2,
         "seed": 3,
@@ -193,69 +202,67 @@ def experiment(method: str, topology: str, /, **changes: Any) -> Experiment:
     return Experiment(**{**values, **changes})
 
 
-def _submission(
-    deployment: Deployment, what: Experiment, out: Path, flower: Mapping[str, Any]
+def _run_command(
+    deployment: Deployment, chosen: Experiment, out: Path, flower: Mapping[str, Any]
 ) -> list[str]:
-    tree = resolve(_in_process(what)).tree
+    """Write the config of an experiment; return the arguments of ``fedstill`` that run it over a
+    deployment.
+    """
+    settings = resolve(_in_process(chosen)).tree
+    settings = {**settings, "engine": "flower", "flower": {"deadline": 900.0, **flower}}
     config = out.with_suffix(".toml")
-    config.write_text(
-        as_toml({**tree, "engine": "flower", "flower": {"deadline": 900.0, **flower}})
-    )
-    return [
-        "run",
-        str(config),
-        "--federation",
-        str(deployment.federation.folder),
-        "--out",
-        str(out),
-        "-q",
-    ]
+    config.write_text(as_toml(settings))
+    federation = str(deployment.federation.folder)
+    return ["run", str(config), "--federation", federation, "--out", str(out), "-q"]
 
 
-def _in_process(what: Experiment) -> Experiment:
-    """The same on the serial engine; clients may fail, as machines do."""
-    return replace(what, engine="serial", clients={**what.clients, "failures": "tolerate"})
+def _in_process(chosen: Experiment) -> Experiment:
+    """The experiment with the serial engine. Clients may fail, as the processes of sites do."""
+    return replace(chosen, engine="serial", clients={**chosen.clients, "failures": "tolerate"})
 
 
-def over(
-    deployment: Deployment, what: Experiment, out: Path, **flower: Any
+def run_over(
+    deployment: Deployment, chosen: Experiment, out: Path, **flower: Any
 ) -> subprocess.CompletedProcess[str]:
-    """``fedstill run`` with the Flower engine over a deployment, to its end."""
-    return fedstill_(*_submission(deployment, what, out, flower))
+    """Run an experiment over a deployment to its end, with keys of the table ``[flower]``."""
+    return run_fedstill(*_run_command(deployment, chosen, out, flower))
 
 
-def starting(deployment: Deployment, what: Experiment, out: Path, **flower: Any) -> None:
-    """The same, begun as the deployment's process ``run``."""
-    deployment.start("run", *_submission(deployment, what, out, flower))
+def start_run(deployment: Deployment, chosen: Experiment, out: Path, **flower: Any) -> None:
+    """Start an experiment over a deployment as its process ``run``."""
+    deployment.start("run", *_run_command(deployment, chosen, out, flower))
 
 
-def serial_of(what: Experiment, folder: Path) -> Path:
-    """The run directory of the same experiment on the serial engine."""
-    run(_in_process(what), folder)
+def serial_run(chosen: Experiment, folder: Path) -> Path:
+    """Run an experiment with the serial engine; return its folder."""
+    run(_in_process(chosen), folder)
     return folder
 
 
-def same_bits(folder: Path, other: Path) -> None:
-    """Assert that two runs have the same model, and the same journal but for times."""
+def assert_same_bits(folder: Path, other: Path) -> None:
+    """Assert that two runs have the same model, and the same journal except for times."""
     assert (folder / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
-    assert [without_times(e) for e in events(folder)] == [without_times(e) for e in events(other)]
+    journals = [[without_times(event) for event in events(run)] for run in (folder, other)]
+    assert journals[0] == journals[1]
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    """What a run's journal says so far."""
+    """The events of a run's journal so far; empty before the run has written it."""
     path = folder / "journal.jsonl"
-    return read_journal(path) if path.is_file() else []
+    if not path.is_file():
+        return []
+    return read_journal(path)
 
 
 def kill_all_with(setting: str) -> None:
-    """Kill the processes in whose environment a ``NAME=value`` stands: what a program left running
-    behind it.
+    """Kill all processes whose environment has a ``NAME=value``, such as processes that a program
+    has left running.
     """
-    for place in Path("/proc").iterdir():
-        try:
-            if place.name.isdecimal() and setting.encode() in (
-                place / "environ"
-            ).read_bytes().split(b"\0"):
-                os.kill(int(place.name), signal.SIGKILL)
-        except OSError:  # it has ended, or is somebody else's
+    for process in Path("/proc").iterdir():
+        if not process.name.isdecimal():
             continue
+        # A process may have ended, or belong to another user.
+        with suppress(OSError):
+            settings = (process / "environ").read_bytes().split(b"\0")
+            if setting.encode() in settings:
+                os.kill(int(process.name), signal.SIGKILL)

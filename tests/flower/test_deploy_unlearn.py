@@ -30,7 +30,7 @@ from fedstill.running.result import Result
 from fedstill.running.runner import run
 from flowers import needs_flower, site_grid
 from journals import journal_events, refusals
-from processes import deployed, events, fedstill_, over, same_bits, serial_of
+from processes import assert_same_bits, deployed, events, run_fedstill, run_over, serial_run
 from processes import experiment as digits
 from run_bits import model_bytes
 
@@ -271,22 +271,22 @@ def test_a_client_leaves_a_federation_of_processes(tmp_path: Path) -> None:
     trained = digits("fedavg", "parallel", keep_updates=True)
     with deployed(tmp_path, CLIENTS) as deployment:
         federation = deployment.federation
-        finished = over(deployment, trained, original)
+        finished = run_over(deployment, trained, original)
         assert finished.returncode == 0, finished.stderr + deployment.log("server")[-3000:]
         assert list((original / "updates").glob("client2-*"))
 
-        unlearned = fedstill_("deploy", "unlearn", str(federation.folder), str(LEAVING))
+        unlearned = run_fedstill("deploy", "unlearn", str(federation.folder), str(LEAVING))
         assert unlearned.returncode == 0, unlearned.stderr + deployment.log("server")[-3000:]
 
     without = replace(trained, unlearning={"clients": [LEAVING]})
-    same_bits(new, serial_of(without, tmp_path / "serial"))
+    assert_same_bits(new, serial_run(without, tmp_path / "serial"))
     assert {event["client"] for event in events(new) if event["event"] == "client"} == {0, 1}
     assert not federation.listed_key(LEAVING).exists()
     assert not list((original / "updates").glob("client2-*"))
     assert f"not deleted: {original}" in unlearned.stdout
-    checked = fedstill_("unlearn", str(new), "--check")
+    checked = run_fedstill("unlearn", str(new), "--check")
     assert checked.returncode == 0, checked.stderr
     model = bytearray((new / "model.safetensors").read_bytes())
     model[-1] ^= 1
     (new / "model.safetensors").write_bytes(model)
-    assert fedstill_("unlearn", str(new), "--check").returncode == 1
+    assert run_fedstill("unlearn", str(new), "--check").returncode == 1

@@ -24,7 +24,7 @@ from fedstill.flower.site_settings import load_site
 from fedstill.running.runner import run
 from flowers import executor_grid, needs_flower
 from journals import journal_events
-from processes import Deployment, events, experiment, over, same_bits, serial_of
+from processes import Deployment, assert_same_bits, events, experiment, run_over, serial_run
 from run_bits import model_bytes
 
 pytestmark = [pytest.mark.slow, needs_flower]
@@ -53,11 +53,11 @@ def test_over_the_deployment_the_bits_are_the_serial_engines(
     trial = experiment(method, topology, **changes)
     start = time.monotonic()
 
-    process = over(three, trial, tmp_path / "run")
+    process = run_over(three, trial, tmp_path / "run")
 
     seconds = time.monotonic() - start
     assert process.returncode == 0, all_logs(three, process)
-    same_bits(tmp_path / "run", serial_of(trial, tmp_path / "serial"))
+    assert_same_bits(tmp_path / "run", serial_run(trial, tmp_path / "serial"))
     rounds = journal_events(tmp_path / "run", event="round")
     seconds_by_round = ", ".join(f"{event['seconds_training']:.1f}" for event in rounds)
     print(
@@ -74,7 +74,7 @@ def test_a_healthy_run_logs_no_error(three: Deployment, tmp_path: Path) -> None:
     """Also after its end, when the server asks for the next run."""
     names = ["server", *(f"client{client}" for client in range(CLIENTS))]
     lengths = {name: len(three.log(name)) for name in names}
-    process = over(three, experiment("fedavg", "parallel"), tmp_path / "run")
+    process = run_over(three, experiment("fedavg", "parallel"), tmp_path / "run")
     assert process.returncode == 0, process.stderr
     time.sleep(HOLD_SECONDS + 5)
     for name, length in lengths.items():
@@ -89,13 +89,13 @@ def test_a_run_starts_from_the_model_of_the_run_before_it(
 ) -> None:
     """The server sends the model to the sites. FedNTD distils from it in the first round."""
     first = experiment("fedavg", "parallel", measure=())
-    process = over(three, first, tmp_path / "first")
+    process = run_over(three, first, tmp_path / "first")
     assert process.returncode == 0, process.stderr + three.log("server")[-3000:]
 
     second = experiment("fedntd", "parallel", start_from=str(tmp_path / "first"), seed=4)
-    process = over(three, second, tmp_path / "run")
+    process = run_over(three, second, tmp_path / "run")
     assert process.returncode == 0, process.stderr + three.log("server")[-3000:]
-    same_bits(tmp_path / "run", serial_of(second, tmp_path / "serial"))
+    assert_same_bits(tmp_path / "run", serial_run(second, tmp_path / "serial"))
     clients = [event for event in events(tmp_path / "run") if event["event"] == "client"]
     assert not [event for event in clients if "refused" in event]
 
@@ -106,7 +106,7 @@ def test_the_app_runs_by_itself(three: Deployment, tmp_path: Path) -> None:
     """With the trial that the app's own pyproject.toml holds."""
     out = tmp_path / "run"
     Control.of(three.federation).start(three.federation.app, {"out": str(out)})
-    three.until(lambda: (out / "summary.json").is_file(), "the app to end")
+    three.wait_until(lambda: (out / "summary.json").is_file(), "the app to end")
     assert len([e for e in events(out) if e["event"] == "round"]) == 2
     print("\nthe app by itself: the trial of the app's own pyproject.toml, two rounds")
 
@@ -118,11 +118,11 @@ def test_secure_sums_over_the_deployment_have_the_serial_engine_s_bits(
     trial = experiment("fedavg", "parallel", privacy={"secure_sum": True}, measure=())
     start = time.monotonic()
 
-    process = over(three, trial, tmp_path / "run")
+    process = run_over(three, trial, tmp_path / "run")
 
     seconds = time.monotonic() - start
     assert process.returncode == 0, all_logs(three, process)
-    same_bits(tmp_path / "run", serial_of(trial, tmp_path / "serial"))
+    assert_same_bits(tmp_path / "run", serial_run(trial, tmp_path / "serial"))
     last_round = journal_events(tmp_path / "run", event="round")[-1]
     print(
         f"\nsecure sums: same bits; {seconds:.1f} s; {last_round['seconds_training']:.1f} s a round"

@@ -30,13 +30,13 @@ from gate_requests import instruction, reply, tree_of
 from journals import journal_events, refusals
 from processes import (
     Deployment,
-    beside_us,
     experiment,
-    fedstill_,
     fedstill_command,
-    flowers_program,
+    flower_program,
     free_port,
-    over,
+    process_environment,
+    run_fedstill,
+    run_over,
     running,
     wait_for_port,
 )
@@ -185,8 +185,8 @@ def test_a_run_goes_on_while_strangers_hold_all_connections_that_they_get(
     count = superlink.MAX_CONNECTIONS // 2 + 200
     began = time.monotonic()
     with flooded(three.federation.address, count) as connections:
-        three.until(lambda: len(connections) >= count, "the strangers to have their connections")
-        process = over(three, experiment("fedavg", "parallel"), tmp_path / "run")
+        three.wait_until(lambda: len(connections) >= count, "the connections of all strangers")
+        process = run_over(three, experiment("fedavg", "parallel"), tmp_path / "run")
         assert len(connections) >= count
     print(f"\n{count} idle connections: two rounds in {time.monotonic() - began:.0f} s")
     assert process.returncode == 0, process.stderr
@@ -281,7 +281,7 @@ def test_a_sites_key_sends_no_instruction_and_no_answer_of_another(three: Deploy
 def test_a_site_listens_on_no_port(three: Deployment) -> None:
     import psutil
 
-    three.until(lambda: "connected" in three.log("client0"), "client 0 to be there")
+    three.wait_until(lambda: "connected" in three.log("client0"), "client 0 to be there")
     pid = three.processes["client0"].pid
     listening = [
         connection
@@ -298,7 +298,7 @@ def test_a_foreign_app_through_the_operators_own_door_does_not_run(
     control = Control.of(three.federation)
     marker = tmp_path / "it-ran"
     run = control.start(foreign(tmp_path / "foreign", marker), {})
-    three.until(lambda: control.ended(run) is not None, "the run to end")
+    three.wait_until(lambda: control.ended(run) is not None, "the run to end")
     print(f"\nthe operator's foreign app: {control.ended(run)}")
     assert "the app is not fedstill's" in str(control.ended(run))
     assert not marker.exists()
@@ -326,7 +326,7 @@ def hostile(place: Path, client: Path) -> Iterator[tuple[Control, folder.Federat
     federation = folder.init(
         place / "hostile", 1, ("127.0.0.1",), listen="127.0.0.1", port=port, version="1.0"
     )
-    command = [flowers_program("flower-superlink"), "--host", "127.0.0.1", "--port", str(port)]
+    command = [flower_program("flower-superlink"), "--host", "127.0.0.1", "--port", str(port)]
     for option, name in {"ca-cert": "ca.crt", "cert": "server.crt", "key": "server.key"}.items():
         command += [f"--ssl-{option}file", str(federation.server / name)]
     command += ["--enable-supernode-auth", "--disable-runtime-dependency-installation"]
@@ -381,7 +381,7 @@ def test_a_site_does_nothing_for_a_hostile_server_without_the_signing_key(tmp_pa
         command = fedstill_command("deploy", "client", str(site))
         with (
             (tmp_path / "site.log").open("wb") as log,
-            running(command, beside_us(), stdout=log, stderr=log),
+            running(command, process_environment(), stdout=log, stderr=log),
         ):
             run = control.start(app, {})
             until(lambda: control.ended(run) is not None, "the hostile run to end")
@@ -403,7 +403,7 @@ def test_a_site_that_poses_as_another_is_known_by_its_key(
     original_text = site.read_text()
     site.write_text(original_text.replace("client = 1", "client = 0"))
     try:
-        process = over(three, experiment("fedavg", "parallel", rounds=1), tmp_path / "run")
+        process = run_over(three, experiment("fedavg", "parallel", rounds=1), tmp_path / "run")
     finally:
         site.write_text(original_text)
     assert process.returncode == 0, process.stderr
@@ -422,15 +422,15 @@ def test_a_revoked_key_opens_nothing_from_then_on(three: Deployment, tmp_path: P
     key.write_bytes((three.federation.client(2) / "client.key").read_bytes())
     assert pulling(three, key, node)[0] == 200
     listed.unlink()
-    process = fedstill_("deploy", "admit", place)
+    process = run_fedstill("deploy", "admit", place)
     print("\n" + process.stdout.strip())
     assert "client2" in process.stdout
     assert pulling(three, key, node)[0] == 401
     listed.write_bytes(text)
-    again = fedstill_("deploy", "admit", place)
+    again = run_fedstill("deploy", "admit", place)
     assert f"fedstill deploy key {place} 2" in again.stderr
-    assert "client2 can connect from now on" in fedstill_("deploy", "key", place, "2").stdout
+    assert "client2 can connect from now on" in run_fedstill("deploy", "key", place, "2").stdout
     assert pulling(three, key, node)[0] == 401
     three.kill("client2")
-    three.client(2)
+    three.start_client(2)
     assert pulling(three, three.federation.client(2) / "client.key", node_of(three, 2))[0] == 200

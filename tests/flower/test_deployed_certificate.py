@@ -10,7 +10,7 @@ import pytest
 
 from fedstill.flower.deployment import certificates, folder
 from flowers import needs_flower
-from processes import Deployment, events, experiment, same_bits, serial_of, starting
+from processes import Deployment, assert_same_bits, events, experiment, serial_run, start_run
 
 pytestmark = [pytest.mark.slow, needs_flower]
 
@@ -46,13 +46,13 @@ def test_a_run_goes_on_after_its_certificate_has_expired_and_was_renewed(tmp_pat
     clients = [f"client{client}" for client in range(CLIENTS)]
     renewed(deployment, days=9)
     with contextlib.closing(deployment):
-        deployment.server()
+        deployment.start_server()
         for client in range(CLIENTS):
             site = deployment.federation.client(client) / "site.toml"
             site.write_text(site.read_text() + 'imports = ["toys:Gated"]\n')
-            deployment.client(client)
-        starting(deployment, gated(gate), tmp_path / "run")
-        deployment.until(
+            deployment.start_client(client)
+        start_run(deployment, gated(gate), tmp_path / "run")
+        deployment.wait_until(
             lambda: all((gate / name).exists() for name in clients), "the clients to train"
         )
         for name in ("server", *clients):
@@ -60,16 +60,18 @@ def test_a_run_goes_on_after_its_certificate_has_expired_and_was_renewed(tmp_pat
             assert "expired" not in deployment.log(name)
 
         renewed(deployment, days=SECONDS / DAY)
-        deployment.until(lambda: "expired on" in deployment.log("server"), "the server to name it")
+        deployment.wait_until(
+            lambda: "expired on" in deployment.log("server"), "the server to name it"
+        )
         (gate / "open").touch()
-        deployment.until(
+        deployment.wait_until(
             lambda: all("has expired" in deployment.log(name) for name in clients),
             "the sites to name it",
         )
         assert not any(event["event"] == "round" for event in events(tmp_path / "run"))
 
         folder.renew(deployment.federation, ())
-        deployment.finish("run")
+        deployment.wait_for_success("run")
         for name in clients:
             assert "connected again" in deployment.log(name)
-    same_bits(tmp_path / "run", serial_of(gated(gate), tmp_path / "serial"))
+    assert_same_bits(tmp_path / "run", serial_run(gated(gate), tmp_path / "serial"))

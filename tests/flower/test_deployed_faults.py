@@ -18,13 +18,13 @@ from flowers import needs_flower
 from journals import refusals
 from processes import (
     Deployment,
+    assert_same_bits,
     events,
     experiment,
-    fedstill_,
-    over,
-    same_bits,
-    serial_of,
-    starting,
+    run_fedstill,
+    run_over,
+    serial_run,
+    start_run,
 )
 
 pytestmark = [pytest.mark.slow, needs_flower]
@@ -48,23 +48,23 @@ def test_a_killed_client_and_a_node_that_restarts_cost_nothing(
     starts again.
     """
     trial = experiment("scaffold", "parallel", plan={"epochs": 40})
-    serial = serial_of(trial, tmp_path / "serial")
-    starting(three, trial, tmp_path / "run", deadline=900.0, retries=3)
-    three.until(lambda: works(three, "client0"), "client 0 to train")
+    serial = serial_run(trial, tmp_path / "serial")
+    start_run(three, trial, tmp_path / "run", deadline=900.0, retries=3)
+    three.wait_until(lambda: works(three, "client0"), "client 0 to train")
     os.kill(works(three, "client0")[0], signal.SIGKILL)
     killed = time.monotonic()
-    three.until(lambda: round_1_has_ended(tmp_path / "run"), "round 1")
+    three.wait_until(lambda: round_1_has_ended(tmp_path / "run"), "round 1")
     print(f"\na client's process killed: its round ended {time.monotonic() - killed:.0f} s later")
-    three.until(lambda: works(three, "client1"), "client 1 to train")
+    three.wait_until(lambda: works(three, "client1"), "client 1 to train")
     three.kill("client1")
-    three.client(1)
+    three.start_client(1)
     killed = time.monotonic()
-    three.finish("run")
+    three.wait_for_success("run")
     print(
         f"a node killed and started again: its round ended {time.monotonic() - killed:.0f} s "
         "later; same bits"
     )
-    same_bits(tmp_path / "run", serial)
+    assert_same_bits(tmp_path / "run", serial)
 
 
 def test_in_a_chain_what_trains_and_what_it_is_forked_from_are_killed(
@@ -74,26 +74,26 @@ def test_in_a_chain_what_trains_and_what_it_is_forked_from_are_killed(
     be forked from.
     """
     trial = experiment("toys:Chain", "sequential", plan={"epochs": 40})
-    serial = serial_of(trial, tmp_path / "serial")
-    starting(three, trial, tmp_path / "run", deadline=900.0, retries=3)
+    serial = serial_run(trial, tmp_path / "serial")
+    start_run(three, trial, tmp_path / "run", deadline=900.0, retries=3)
     sites = [f"client{client}" for client in range(three.federation.clients)]
 
     def working() -> list[int]:
         return [pid for site in sites for pid in works(three, site)]
 
-    three.until(working, "a client to train")
+    three.wait_until(working, "a client to train")
     os.kill(working()[0], signal.SIGKILL)
-    three.until(lambda: round_1_has_ended(tmp_path / "run"), "round 1")
-    three.until(working, "a client to train again")
+    three.wait_until(lambda: round_1_has_ended(tmp_path / "run"), "round 1")
+    three.wait_until(working, "a client to train again")
     fork_servers = [pid for site in sites for pid in forking(three, site)]
     for pid in fork_servers:
         os.kill(pid, signal.SIGKILL)
-    three.finish("run")
+    three.wait_for_success("run")
     print(
         f"\na chain: a training process was killed, and {len(fork_servers)} processes from which "
         "others are forked; same bits"
     )
-    same_bits(tmp_path / "run", serial)
+    assert_same_bits(tmp_path / "run", serial)
 
 
 def works(deployment: Deployment, name: str) -> list[int]:
@@ -130,10 +130,10 @@ def test_clients_that_raise_are_slow_or_send_what_they_must_not_are_named_and_us
     trial = experiment(
         "toys:Troubled", "parallel", rounds=3, method={"name": "toys:Troubled", "gate": str(gate)}
     )
-    starting(three, trial, tmp_path / "run", deadline=STAGE_SECONDS, max_mb=1)
-    three.until(lambda: round_1_has_ended(tmp_path / "run"), "round 1")
+    start_run(three, trial, tmp_path / "run", deadline=STAGE_SECONDS, max_mb=1)
+    three.wait_until(lambda: round_1_has_ended(tmp_path / "run"), "round 1")
     gate.touch()
-    three.finish("run")
+    three.wait_for_success("run")
     refused = {
         (event["round"], event["client"]): event["refused"] for event in refusals(tmp_path / "run")
     }
@@ -153,15 +153,15 @@ def test_a_killed_server_is_resumed_to_the_bits_of_the_uninterrupted_run(
     three: Deployment, tmp_path: Path
 ) -> None:
     trial = experiment("scaffold", "parallel", plan={"epochs": 2})
-    serial = serial_of(trial, tmp_path / "serial")
-    starting(three, trial, tmp_path / "run")
-    three.until(lambda: round_1_has_ended(tmp_path / "run"), "the first round")
+    serial = serial_run(trial, tmp_path / "serial")
+    start_run(three, trial, tmp_path / "run")
+    three.wait_until(lambda: round_1_has_ended(tmp_path / "run"), "the first round")
     three.kill("server")
     three.kill("run")
-    three.server()
-    process = fedstill_("resume", str(tmp_path / "run"), "-q")
+    three.start_server()
+    process = run_fedstill("resume", str(tmp_path / "run"), "-q")
     assert process.returncode == 0, process.stderr
-    same_bits(tmp_path / "run", serial)
+    assert_same_bits(tmp_path / "run", serial)
     print("\nserver killed and resumed: same bits")
 
 
@@ -173,7 +173,7 @@ def test_a_configuration_that_no_site_has_accepted_stops_by_name(
     for site, text in zip(sites, original_texts, strict=True):
         site.write_text(text + f'accept = ["{"0" * 64}"]\n')
     try:
-        process = over(three, experiment("fedavg", "parallel"), tmp_path / "run")
+        process = run_over(three, experiment("fedavg", "parallel"), tmp_path / "run")
     finally:
         for site, text in zip(sites, original_texts, strict=True):
             site.write_text(text)

@@ -22,10 +22,10 @@ from fedstill.flower.deployment.folder import Federation, Membership
 from flowers import needs_flower
 from processes import (
     Deployment,
-    fedstill_,
     fedstill_command,
-    flowers_program,
+    flower_program,
     free_port,
+    run_fedstill,
     running,
     wait_for_port,
 )
@@ -83,7 +83,7 @@ def attempts(
 
 def flowers_own(member: Membership, insecure: bool) -> list[str]:
     """The command that starts Flower's own SuperNode as a member."""
-    command = [flowers_program("flower-supernode"), "--superlink", member.address]
+    command = [flower_program("flower-supernode"), "--superlink", member.address]
     command += ["--host", "127.0.0.1", "--port", str(free_port())]
     if insecure:
         return [*command, "--insecure"]
@@ -186,7 +186,7 @@ def test_without_certificates_nothing_starts(tmp_path: Path) -> None:
         ("server", str(federation.folder)),
         ("client", str(federation.client(0))),
     ):
-        process = fedstill_("deploy", *arguments)
+        process = run_fedstill("deploy", *arguments)
         print("\n" + process.stderr.strip())
         assert process.returncode == 2
         assert ".crt is missing" in process.stderr

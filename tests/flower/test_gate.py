@@ -20,7 +20,7 @@ from fedstill.flower.deployment import exchange, gate, programs
 from fedstill.flower.deployment.exchange import GET_RUN, PULL, PUSH_PART, SITES, SITES_PATHS
 from fedstill.flower.deployment.gate import KEY_HEADER, MAX_BODIES, MAX_BODY, Gate, check_paths
 from flowers import needs_flower
-from gate_requests import Inside, SiteKey, SiteSession, asked, instruction, reply, tree_of
+from gate_requests import Backend, SiteKey, SiteSession, instruction, reply, response, tree_of
 
 pytestmark = needs_flower
 
@@ -29,10 +29,10 @@ SITE_KEYS = (SiteKey(), SiteKey())
 NODES = (2**63 + 5, 12)
 
 
-def guarding(inside: Any, listed: bool = True) -> Gate:
+def guarding(backend: Any, listed: bool = True) -> Gate:
     """A gate that knows two sites."""
     nodes = {key.public: node for key, node in zip(SITE_KEYS, NODES, strict=True)}
-    gate = Gate(inside, KEY, nodes.get, listed)
+    gate = Gate(backend, KEY, nodes.get, listed)
     gate.held.seconds = gate.held.run_seconds = 0.0
     return gate
 
@@ -46,9 +46,9 @@ def own_pull(site: int = 0) -> bytes:
     return request
 
 
-def sessions(inside: Inside) -> tuple[SiteSession, SiteSession]:
+def sessions(backend: Backend) -> tuple[SiteSession, SiteSession]:
     """Two sites at one gate."""
-    one_gate = guarding(inside)
+    one_gate = guarding(backend)
     first, second = zip(SITE_KEYS, NODES, strict=True)
     return SiteSession(one_gate, *first), SiteSession(one_gate, *second)
 
@@ -89,20 +89,20 @@ def _every_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_other_path_is_the_operators(
     path: str, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    inside = Inside()
+    backend = Backend()
     with caplog.at_level(logging.WARNING):
-        answer = asked(guarding(inside), path, method, **SITE_KEYS[0].headers())
+        answer = response(guarding(backend), path, method, **SITE_KEYS[0].headers())
     assert answer["status"] == 403
-    assert inside.came == []
+    assert backend.paths == []
     assert "203.0.113.7" in caplog.text
     assert "\x00" not in caplog.text
     operator = {KEY_HEADER.replace("-", "_"): KEY}
-    assert asked(guarding(inside), path, method, **operator)["status"] == 200
+    assert response(guarding(backend), path, method, **operator)["status"] == 200
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "HEAD", "OPTIONS"])
 def test_a_sites_path_by_another_method_is_refused(method: str) -> None:
-    answer = asked(guarding(Inside()), PULL, method, body=own_pull(), **SITE_KEYS[0].headers())
+    answer = response(guarding(Backend()), PULL, method, body=own_pull(), **SITE_KEYS[0].headers())
     assert answer["status"] == 403
 
 
@@ -118,29 +118,29 @@ def test_a_sites_path_by_another_method_is_refused(method: str) -> None:
     ],
 )
 def test_no_header_but_the_key_makes_an_operator(headers: dict[str, Any]) -> None:
-    assert asked(guarding(Inside()), "/v1/control/start-run", **headers)["status"] == 403
+    assert response(guarding(Backend()), "/v1/control/start-run", **headers)["status"] == 403
 
 
 def test_a_web_socket_is_closed_and_the_start_passes() -> None:
-    inside = Inside()
-    assert asked(guarding(inside), PULL, kind="websocket")["type"] == "websocket.close"
-    asked(guarding(inside), "", kind="lifespan")
-    assert inside.came == [""]
+    backend = Backend()
+    assert response(guarding(backend), PULL, kind="websocket")["type"] == "websocket.close"
+    response(guarding(backend), "", kind="lifespan")
+    assert backend.paths == [""]
 
 
 def test_a_signed_request_counts_once() -> None:
-    inside = Inside()
-    one_gate = guarding(inside)
+    backend = Backend()
+    one_gate = guarding(backend)
     headers = SITE_KEYS[0].headers()
-    assert asked(one_gate, PULL, body=own_pull(), **headers)["status"] == 200
-    assert asked(one_gate, PULL, body=own_pull(), **headers)["status"] == 401
+    assert response(one_gate, PULL, body=own_pull(), **headers)["status"] == 200
+    assert response(one_gate, PULL, body=own_pull(), **headers)["status"] == 401
     # of one signature another can be made that is valid, too
     again = SITE_KEYS[0].headers(headers["flwr_timestamp"])
     assert again["flwr_signature"] != headers["flwr_signature"]
-    assert asked(one_gate, PULL, body=own_pull(), **again)["status"] == 401
-    assert asked(one_gate, PULL, body=own_pull(), **SITE_KEYS[0].headers())["status"] == 200
-    assert asked(one_gate, PULL, body=own_pull(1), **SITE_KEYS[1].headers())["status"] == 200
-    assert inside.came == [PULL] * 3
+    assert response(one_gate, PULL, body=own_pull(), **again)["status"] == 401
+    assert response(one_gate, PULL, body=own_pull(), **SITE_KEYS[0].headers())["status"] == 200
+    assert response(one_gate, PULL, body=own_pull(1), **SITE_KEYS[1].headers())["status"] == 200
+    assert backend.paths == [PULL] * 3
 
 
 def never_read() -> Any:
@@ -186,37 +186,34 @@ def at(seconds: float) -> str:
 def test_nothing_is_read_of_a_request_without_a_listed_key_that_signed_it_now(
     headers_of: Callable[[], dict[str, str]],
 ) -> None:
-    inside = Inside()
-    one_gate = guarding(inside)
+    backend = Backend()
+    one_gate = guarding(backend)
     long = {"content_length": str(MAX_BODIES[PUSH_PART]), **headers_of()}
-    assert asked(one_gate, PUSH_PART, receive=never_read, **long)["status"] == 401
-    assert (inside.came, one_gate._used) == ([], {})
+    assert response(one_gate, PUSH_PART, receive=never_read, **long)["status"] == 401
+    assert (backend.paths, one_gate._used) == ([], {})
 
 
 def test_an_unknown_key_may_only_register_where_no_keys_are_listed() -> None:
     from flwr.proto.fleet_pb2 import ActivateNodeRequest, RegisterNodeFleetRequest
 
     for listed, status in ((True, 403), (False, 200)):
-        stranger = SiteSession(guarding(Inside(), listed), SiteKey(), 99)
+        stranger = SiteSession(guarding(Backend(), listed), SiteKey(), 99)
         stranger_key = stranger.key.public
-        site_key = SITE_KEYS[0].public
-        assert (
-            stranger.asks("activate-node", ActivateNodeRequest(public_key=stranger_key))[0] == 401
-        )
-        asked_for = RegisterNodeFleetRequest(public_key=stranger_key)
-        assert stranger.asks("register-node", asked_for)[0] == status
-        assert (
-            stranger.asks("register-node", RegisterNodeFleetRequest(public_key=site_key))[0] == 403
-        )
+        activation = ActivateNodeRequest(public_key=stranger_key)
+        registration = RegisterNodeFleetRequest(public_key=stranger_key)
+        foreign_registration = RegisterNodeFleetRequest(public_key=SITE_KEYS[0].public)
+        assert stranger.request("activate-node", activation)[0] == 401
+        assert stranger.request("register-node", registration)[0] == status
+        assert stranger.request("register-node", foreign_registration)[0] == 403
         assert stranger.gate._used == {}
 
 
 def test_a_site_becomes_active_by_its_own_key() -> None:
     from flwr.proto.fleet_pb2 import ActivateNodeRequest
 
-    site, _ = sessions(Inside())
+    site, _ = sessions(Backend())
     for key, status in ((site.key.public, 200), (SITE_KEYS[1].public, 403)):
-        assert site.asks("activate-node", ActivateNodeRequest(public_key=key))[0] == status
+        assert site.request("activate-node", ActivateNodeRequest(public_key=key))[0] == status
 
 
 def test_the_operator_alone_registers_sites_that_have_listed_keys() -> None:
@@ -227,17 +224,17 @@ def test_the_operator_alone_registers_sites_that_have_listed_keys() -> None:
         ("unregister-node", UnregisterNodeFleetRequest(node_id=NODES[0])),
     ):
         for listed, status in ((True, 403), (False, 200)):
-            session = SiteSession(guarding(Inside(), listed), SITE_KEYS[0], NODES[0])
-            assert session.asks(name, request)[0] == status
+            session = SiteSession(guarding(Backend(), listed), SITE_KEYS[0], NODES[0])
+            assert session.request(name, request)[0] == status
 
 
 def test_old_signatures_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_gate = guarding(Inside())
+    one_gate = guarding(Backend())
     clock_time = 1000.0
     monkeypatch.setattr("fedstill.flower.deployment.gate.time.monotonic", lambda: clock_time)
     for second in range(0, 4000, 100):
         clock_time = 1000.0 + second
-        assert asked(one_gate, PULL, body=own_pull(), **SITE_KEYS[0].headers())["status"] == 200
+        assert response(one_gate, PULL, body=own_pull(), **SITE_KEYS[0].headers())["status"] == 200
     assert len(one_gate._used) == 4
 
 
@@ -260,12 +257,12 @@ def test_old_signatures_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_request_of_a_site_has_a_length_that_is_not_too_large(headers: dict[str, Any]) -> None:
     signed = SITE_KEYS[0].headers()
-    answer = asked(guarding(Inside()), PULL, receive=never_read, **signed, **headers)
+    answer = response(guarding(Backend()), PULL, receive=never_read, **signed, **headers)
     assert answer["status"] == 413
 
 
 def test_a_body_is_cut_off_where_it_is_too_large_whatever_length_was_said() -> None:
-    inside = Inside()
+    backend = Backend()
     count = 0
 
     async def receive() -> dict[str, Any]:
@@ -273,8 +270,8 @@ def test_a_body_is_cut_off_where_it_is_too_large_whatever_length_was_said() -> N
         count += 1
         return {"type": "http.request", "body": bytes(MAX_BODY // 4), "more_body": True}
 
-    answer = asked(guarding(inside), PULL, receive=receive, **SITE_KEYS[0].headers())
-    assert (answer["status"], inside.came, count) == (413, [], 5)
+    answer = response(guarding(backend), PULL, receive=receive, **SITE_KEYS[0].headers())
+    assert (answer["status"], backend.paths, count) == (413, [], 5)
 
 
 def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,53 +281,53 @@ def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
         await asyncio.sleep(0.02)
         return {"type": "http.request", "body": b"", "more_body": True}
 
-    answer = asked(guarding(Inside()), PULL, receive=receive, **SITE_KEYS[0].headers())
+    answer = response(guarding(Backend()), PULL, receive=receive, **SITE_KEYS[0].headers())
     assert answer["status"] == 408
 
 
 def test_a_site_has_few_requests_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "MAX_AT_ONCE", 1)
-    one_gate = guarding(Inside())
+    one_gate = guarding(Backend())
 
     async def receive() -> dict[str, Any]:
         body = own_pull()
         headers = SITE_KEYS[0].headers()
-        second = await asyncio.to_thread(asked, one_gate, PULL, body=body, **headers)
+        second = await asyncio.to_thread(response, one_gate, PULL, body=body, **headers)
         assert second["status"] == 429
         return {"type": "http.request", "body": body, "more_body": False}
 
     for _ in range(2):
-        answer = asked(one_gate, PULL, receive=receive, **SITE_KEYS[0].headers())
+        answer = response(one_gate, PULL, receive=receive, **SITE_KEYS[0].headers())
         assert answer["status"] == 200
 
 
 def test_a_connection_that_ends_within_a_body_is_no_request() -> None:
-    inside = Inside()
+    backend = Backend()
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.disconnect"}
 
-    assert asked(guarding(inside), PULL, receive=receive, **SITE_KEYS[0].headers()) == {}
-    assert inside.came == []
+    assert response(guarding(backend), PULL, receive=receive, **SITE_KEYS[0].headers()) == {}
+    assert backend.paths == []
 
 
 @pytest.mark.parametrize(("status", "passed"), [(500, 503), (404, 404), (200, 200)])
 def test_a_failure_of_flowers_server_is_one_to_ask_again_after(status: int, passed: int) -> None:
-    one_gate = guarding(Inside(status))
-    assert asked(one_gate, PULL, body=own_pull(), **SITE_KEYS[0].headers())["status"] == passed
+    one_gate = guarding(Backend(status))
+    assert response(one_gate, PULL, body=own_pull(), **SITE_KEYS[0].headers())["status"] == passed
     operator = {KEY_HEADER.replace("-", "_"): KEY}
-    assert asked(one_gate, "/v1/runtime/push-messages", **operator)["status"] == passed
+    assert response(one_gate, "/v1/runtime/push-messages", **operator)["status"] == passed
 
 
 def test_a_request_with_a_valid_key_makes_its_connection_trusted() -> None:
     trusted: list[Any] = []
-    one_gate = guarding(Inside())
+    one_gate = guarding(Backend())
     one_gate.on_trusted = trusted.append
-    asked(one_gate, PULL, body=own_pull(), **SiteKey().headers())
-    asked(one_gate, "/docs")
+    response(one_gate, PULL, body=own_pull(), **SiteKey().headers())
+    response(one_gate, "/docs")
     assert trusted == []
-    asked(one_gate, PULL, body=own_pull(), **SITE_KEYS[0].headers())
-    asked(one_gate, "/docs", **{KEY_HEADER.replace("-", "_"): KEY})
+    response(one_gate, PULL, body=own_pull(), **SITE_KEYS[0].headers())
+    response(one_gate, "/docs", **{KEY_HEADER.replace("-", "_"): KEY})
     assert trusted == [("203.0.113.7", 5)] * 2
 
 
@@ -347,22 +344,22 @@ def test_a_site_fetches_and_answers_its_own_instructions() -> None:
     from flwr.proto.node_pb2 import Node
     from flwr.proto.run_pb2 import GetRunRequest
 
-    inside = Inside()
-    site, _ = sessions(inside)
+    backend = Backend()
+    site, _ = sessions(backend)
     node = Node(node_id=site.node)
-    assert site.pulls(inside, instruction("i1", site.node))[0] == 200
+    assert site.pull(backend, instruction("i1", site.node))[0] == 200
     part = PullObjectRequest(node=node, run_id=7, object_id="part of i1")
     received = ConfirmMessageReceivedRequest(node=node, run_id=7, message_object_id="i1")
     upload = PushObjectRequest(node=node, run_id=7, object_id="part of r1")
-    assert site.asks("get-run", GetRunRequest(node=node, run_id=7))[0] == 200
-    assert site.asks("get-fab", GetFabRequest(node=node, run_id=7))[0] == 200
-    assert site.asks("pull-object", part)[0] == 200
-    assert site.asks("confirm-message-received", received)[0] == 200
-    assert site.pushes(reply("r1", site.node, to="i1"))[0] == 200
+    assert site.request("get-run", GetRunRequest(node=node, run_id=7))[0] == 200
+    assert site.request("get-fab", GetFabRequest(node=node, run_id=7))[0] == 200
+    assert site.request("pull-object", part)[0] == 200
+    assert site.request("confirm-message-received", received)[0] == 200
+    assert site.push(reply("r1", site.node, to="i1"))[0] == 200
     # as Flower does where nothing came back
-    assert site.pushes(reply("r1", site.node, to="i1"))[0] == 200
-    assert site.asks("push-object", upload)[0] == 200
-    assert len(inside.came) == 8
+    assert site.push(reply("r1", site.node, to="i1"))[0] == 200
+    assert site.request("push-object", upload)[0] == 200
+    assert len(backend.paths) == 8
 
 
 def other(session: SiteSession) -> int:
@@ -387,15 +384,15 @@ FORGED_MESSAGES: dict[str, Callable[[SiteSession], Any]] = {
 
 @pytest.mark.parametrize("forgery", FORGED_MESSAGES)
 def test_a_site_sends_nothing_but_its_answers(forgery: str) -> None:
-    inside = Inside()
-    site, victim = sessions(inside)
-    site.pulls(inside, instruction("own", site.node))
-    site.pulls(inside, instruction("answered", site.node))
-    victim.pulls(inside, instruction("theirs", victim.node))
-    assert site.pushes(reply("r", site.node, to="answered"))[0] == 200
-    arrived = len(inside.came)
-    status, text = site.pushes(FORGED_MESSAGES[forgery](site))
-    assert (status, len(inside.came)) == (403, arrived), text
+    backend = Backend()
+    site, victim = sessions(backend)
+    site.pull(backend, instruction("own", site.node))
+    site.pull(backend, instruction("answered", site.node))
+    victim.pull(backend, instruction("theirs", victim.node))
+    assert site.push(reply("r", site.node, to="answered"))[0] == 200
+    arrived = len(backend.paths)
+    status, text = site.push(FORGED_MESSAGES[forgery](site))
+    assert (status, len(backend.paths)) == (403, arrived), text
 
 
 def test_a_site_that_was_removed_answers_no_more() -> None:
@@ -403,24 +400,24 @@ def test_a_site_that_was_removed_answers_no_more() -> None:
     from flwr.proto.message_pb2 import PushObjectRequest
     from flwr.proto.node_pb2 import Node
 
-    inside = Inside()
-    site, remaining = sessions(inside)
+    backend = Backend()
+    site, remaining = sessions(backend)
     nodes = {SITE_KEYS[0].public: NODES[0], SITE_KEYS[1].public: NODES[1]}
     site.gate.node_of = nodes.get
     for session in (site, remaining):
-        session.pulls(inside, instruction("first", session.node), instruction("own", session.node))
-        assert session.pushes(reply("r", session.node, to="first"))[0] == 200
-    arrived = len(inside.came)
+        session.pull(backend, instruction("first", session.node), instruction("own", session.node))
+        assert session.push(reply("r", session.node, to="first"))[0] == 200
+    arrived = len(backend.paths)
 
     del nodes[site.key.public]
     operator = {KEY_HEADER.replace("-", "_"): KEY}
-    asked(site.gate, "/v1/control/unregister-node", **operator)
+    response(site.gate, "/v1/control/unregister-node", **operator)
     part = PushObjectRequest(node=Node(node_id=site.node), run_id=7, object_id="part of r")
-    assert site.pushes(reply("x", site.node, to="own"))[0] == 401
-    assert site.pushes(reply("r", site.node, to="first"))[0] == 401
-    assert site.asks("push-object", part)[0] == 401
-    assert len(inside.came) == arrived + 1
-    assert remaining.pushes(reply("x", remaining.node, to="own"))[0] == 200
+    assert site.push(reply("x", site.node, to="own"))[0] == 401
+    assert site.push(reply("r", site.node, to="first"))[0] == 401
+    assert site.request("push-object", part)[0] == 401
+    assert len(backend.paths) == arrived + 1
+    assert remaining.push(reply("x", remaining.node, to="own"))[0] == 200
 
 
 def test_a_site_sends_one_message_with_its_own_parts_at_a_time() -> None:
@@ -428,29 +425,29 @@ def test_a_site_sends_one_message_with_its_own_parts_at_a_time() -> None:
     from flwr.proto.message_pb2 import ObjectTree
     from flwr.proto.node_pb2 import Node
 
-    inside = Inside()
-    site, _ = sessions(inside)
-    site.pulls(inside, instruction("own", site.node))
+    backend = Backend()
+    site, _ = sessions(backend)
+    site.pull(backend, instruction("own", site.node))
     answer = reply("r", site.node, to="own")
-    assert site.pushes(answer, answer)[0] == 403
-    assert site.pushes()[0] == 403
-    assert site.pushes(answer, tree=ObjectTree(object_id="another"))[0] == 403
+    assert site.push(answer, answer)[0] == 403
+    assert site.push()[0] == 403
+    assert site.push(answer, tree=ObjectTree(object_id="another"))[0] == 403
     late = PushMessagesRequest(
         node=Node(node_id=site.node),
         messages_list=[answer],
         message_object_trees=[tree_of(answer)],
         clientapp_runtime_list=[float("nan")],
     )
-    assert site.asks("push-messages", late)[0] == 403
-    assert inside.came == [PULL]
+    assert site.request("push-messages", late)[0] == 403
+    assert backend.paths == [PULL]
 
 
 def test_a_message_of_too_many_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    inside = Inside()
-    site, _ = sessions(inside)
-    site.pulls(inside, instruction("own", site.node))
+    backend = Backend()
+    site, _ = sessions(backend)
+    site.pull(backend, instruction("own", site.node))
     monkeypatch.setattr(exchange, "MAX_PARTS", 1)
-    assert site.pushes(reply("r", site.node, to="own"))[0] == 413
+    assert site.push(reply("r", site.node, to="own"))[0] == 413
 
 
 def test_a_site_reaches_no_other_sites_runs_and_parts() -> None:
@@ -463,12 +460,12 @@ def test_a_site_reaches_no_other_sites_runs_and_parts() -> None:
     from flwr.proto.node_pb2 import Node
     from flwr.proto.run_pb2 import GetRunRequest
 
-    inside = Inside()
-    site, victim = sessions(inside)
-    site.pulls(inside, instruction("own", site.node))
-    victim.pulls(inside, instruction("theirs", victim.node, run_id=8))
-    assert victim.pushes(reply("r", victim.node, to="theirs", run_id=8))[0] == 200
-    arrived = len(inside.came)
+    backend = Backend()
+    site, victim = sessions(backend)
+    site.pull(backend, instruction("own", site.node))
+    victim.pull(backend, instruction("theirs", victim.node, run_id=8))
+    assert victim.push(reply("r", victim.node, to="theirs", run_id=8))[0] == 200
+    arrived = len(backend.paths)
     node = Node(node_id=site.node)
     for name, request in (
         ("get-run", GetRunRequest(node=node, run_id=8)),
@@ -487,8 +484,8 @@ def test_a_site_reaches_no_other_sites_runs_and_parts() -> None:
             ConfirmMessageReceivedRequest(node=node, run_id=7, message_object_id="r"),
         ),
     ):
-        assert site.asks(name, request)[0] == 403, name
-    assert len(inside.came) == arrived
+        assert site.request(name, request)[0] == 403, name
+    assert len(backend.paths) == arrived
 
 
 def test_a_site_learns_no_folder_of_the_server_from_a_run() -> None:
@@ -496,14 +493,14 @@ def test_a_site_learns_no_folder_of_the_server_from_a_run() -> None:
     from flwr.proto.run_pb2 import GetRunRequest, GetRunResponse, Run
     from flwr.proto.transport_pb2 import Scalar
 
-    inside = Inside()
-    site, _ = sessions(inside)
-    site.pulls(inside, instruction("own", site.node))
+    backend = Backend()
+    site, _ = sessions(backend)
+    site.pull(backend, instruction("own", site.node))
     out = {"out": Scalar(string="/home/operator/runs/secret")}
     run = Run(run_id=7, fab_hash="f", primary_task_type="t", override_config=out, bytes_recv=99)
-    inside.answers[GET_RUN] = GetRunResponse(run=run).SerializeToString()
+    backend.answers[GET_RUN] = GetRunResponse(run=run).SerializeToString()
     body = GetRunRequest(node=Node(node_id=site.node), run_id=7).SerializeToString()
-    answer = asked(site.gate, GET_RUN, body=body, **site.key.headers())
+    answer = response(site.gate, GET_RUN, body=body, **site.key.headers())
     expected = Run(run_id=7, fab_hash="f", primary_task_type="t")
     assert GetRunResponse.FromString(answer["body"]).run == expected
     assert dict(answer["headers"])[b"content-length"] == str(len(answer["body"])).encode()
@@ -514,8 +511,8 @@ def test_a_site_speaks_for_no_other_site() -> None:
     from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
     from flwr.proto.node_pb2 import Node
 
-    inside = Inside()
-    site, _ = sessions(inside)
+    backend = Backend()
+    site, _ = sessions(backend)
     node = Node(node_id=other(site))
     for name, request in (
         ("deactivate-node", DeactivateNodeRequest(node_id=other(site))),
@@ -523,19 +520,19 @@ def test_a_site_speaks_for_no_other_site() -> None:
         ("pull-messages", PullMessagesRequest(node=node)),
         ("pull-messages", PullMessagesRequest()),
     ):
-        assert site.asks(name, request)[0] == 403, name
-    unreadable = asked(site.gate, PULL, body=b"\xff\xff", **site.key.headers())
+        assert site.request(name, request)[0] == 403, name
+    unreadable = response(site.gate, PULL, body=b"\xff\xff", **site.key.headers())
     assert unreadable["status"] == 400
-    assert inside.came == []
+    assert backend.paths == []
 
 
 def test_instructions_are_forgotten_when_they_have_expired() -> None:
-    inside = Inside()
-    site, _ = sessions(inside)
-    site.pulls(inside, instruction("old", site.node, created_at=1000.0))
-    assert site.pushes(reply("r", site.node, to="old"))[0] == 403
+    backend = Backend()
+    site, _ = sessions(backend)
+    site.pull(backend, instruction("old", site.node, created_at=1000.0))
+    assert site.push(reply("r", site.node, to="old"))[0] == 403
     for number in range(exchange.MAX_INSTRUCTIONS + 5):
-        site.pulls(inside, instruction(f"i{number}", site.node))
+        site.pull(backend, instruction(f"i{number}", site.node))
     traffic = site.gate.exchange._of(site.node)
     assert len(traffic.instructions) == exchange.MAX_INSTRUCTIONS
 
@@ -545,20 +542,20 @@ def test_a_reply_passes_until_flower_counts_its_instruction_as_expired() -> None
 
     message = instruction("own", NODES[0], created_at=1000.0, ttl=60.0)
     for clock_time in (1000.0, 1059.9, 1060.0, 1060.1):
-        inside = Inside()
-        site, _ = sessions(inside)
+        backend = Backend()
+        site, _ = sessions(backend)
         site.gate.exchange.clock = lambda clock_time=clock_time: clock_time
-        site.pulls(inside, message)
-        status, _ = site.pushes(reply("r", site.node, to="own"))
+        site.pull(backend, message)
+        status, _ = site.push(reply("r", site.node, to="own"))
         assert (status == 403) == message_ttl_has_expired(message.metadata, clock_time), clock_time
 
 
-# Flower's server inside the gate
+# Flower's server backend the gate
 
 
 def test_a_short_key_opens_nothing() -> None:
     with pytest.raises(ConfigError, match="shorter than 32 bytes"):
-        Gate(Inside(), b"", lambda key: None)
+        Gate(Backend(), b"", lambda key: None)
 
 
 def test_other_paths_than_those_known_are_refused() -> None:
@@ -588,11 +585,11 @@ def test_the_installed_flower_is_served_inside_the_gate(
     assert "FLWR_INTERNAL_GRPC_CONTROL_API" not in os.environ
     assert (installed.key, config.enable_supernode_auth) == (federation.key.read_bytes(), True)
     for path in ("/v1/control/start-run", "/v1/runtime/acquire-task", "/docs"):
-        assert asked(installed, path)["status"] == 403
+        assert response(installed, path)["status"] == 403
 
     site_key = certificate_key(federation.client(0))
     protobuf = {"content_type": "application/protobuf"}
-    assert asked(installed, PULL, **site_key.headers(), **protobuf)["status"] == 401
+    assert response(installed, PULL, **site_key.headers(), **protobuf)["status"] == 401
     state = installed.app.state.linkstate_factory.state()  # type: ignore[attr-defined]
     node = state.create_node("", "client0", site_key.public, 0)
     session = SiteSession(installed, site_key, node)
@@ -606,8 +603,8 @@ def test_the_installed_flower_is_served_inside_the_gate(
     ):
         headers = site_key.headers() | protobuf
         body = request.SerializeToString()
-        assert asked(installed, SITES + name, body=body, **headers)["status"] == 200, name
-    assert session.pushes(instruction("x", node))[0] == 403
+        assert response(installed, SITES + name, body=body, **headers)["status"] == 200, name
+    assert session.push(instruction("x", node))[0] == 403
     without = [option for option in options if option not in ("--isolation", "process")]
     monkeypatch.setattr(sys, "argv", ["superlink", *without])
     with pytest.raises(ConfigError, match="it could execute an app's code"):

@@ -21,7 +21,7 @@ from fedstill.flower.deployment.gate import (
     Gate,
 )
 from flowers import needs_flower
-from gate_requests import Inside, SiteKey, instruction, reply, tree_of
+from gate_requests import Backend, SiteKey, instruction, reply, tree_of
 
 pytestmark = needs_flower
 
@@ -50,13 +50,13 @@ class Open:
         self.answers.append(dict(message))
 
 
-def guarding(seconds: float = 30.0) -> tuple[Gate, Inside]:
+def guarding(seconds: float = 30.0) -> tuple[Gate, Backend]:
     """A gate that holds questions for so long, and what is behind it."""
-    inside = Inside()
+    backend = Backend()
     nodes = {key.public: node for node, key in SITES.items()}
-    gate = Gate(inside, KEY, nodes.get)
+    gate = Gate(backend, KEY, nodes.get)
     gate.held.seconds = seconds
-    return gate, inside
+    return gate, backend
 
 
 def begin(gate: Gate, path: str, body: bytes, **headers: Any) -> tuple[Open, asyncio.Task[None]]:
@@ -95,9 +95,9 @@ async def is_held(task: asyncio.Task[None]) -> bool:
 
 def test_a_question_is_held_until_a_run_sends_this_site_a_message() -> None:
     async def scenario() -> None:
-        gate, inside = guarding()
+        gate, backend = guarding()
         await pull(gate, 5)[1]  # the first question of a site is never held
-        assert inside.came == [PULL]
+        assert backend.paths == [PULL]
         question, task = pull(gate, 5)
         assert await is_held(task)
         await send_to(gate, 6)
@@ -105,7 +105,7 @@ def test_a_question_is_held_until_a_run_sends_this_site_a_message() -> None:
         await send_to(gate, 5)
         await asyncio.wait_for(task, 5)
         assert question.answers[0]["status"] == 200
-        assert inside.came.count(PULL) == 2
+        assert backend.paths.count(PULL) == 2
 
     asyncio.run(scenario())
 
@@ -114,26 +114,26 @@ def test_a_site_that_got_a_message_is_not_held_when_it_asks_again() -> None:
     from flwr.proto.fleet_pb2 import PullMessagesResponse
 
     async def scenario() -> None:
-        gate, inside = guarding()
+        gate, backend = guarding()
         message = instruction("m", 5)
-        inside.answers[PULL] = PullMessagesResponse(
+        backend.answers[PULL] = PullMessagesResponse(
             messages_list=[message], message_object_trees=[tree_of(message)]
         ).SerializeToString()
         await pull(gate, 5)[1]
         await asyncio.wait_for(pull(gate, 5)[1], 5)
-        assert inside.came == [PULL, PULL]
+        assert backend.paths == [PULL, PULL]
 
     asyncio.run(scenario())
 
 
 def test_a_message_that_comes_while_a_site_asks_is_not_missed() -> None:
     async def scenario() -> None:
-        gate, inside = guarding()
+        gate, backend = guarding()
 
         async def meanwhile(scope: Any, receive: Any, send: Any) -> None:
             if scope["path"] == PULL:
                 await send_to(gate, 5)
-            await inside(scope, receive, send)
+            await backend(scope, receive, send)
 
         gate.app = meanwhile
         await pull(gate, 5)[1]
@@ -144,26 +144,26 @@ def test_a_message_that_comes_while_a_site_asks_is_not_missed() -> None:
 
 def test_the_question_of_a_site_that_left_takes_no_message() -> None:
     async def scenario() -> None:
-        gate, inside = guarding()
+        gate, backend = guarding()
         await pull(gate, 5)[1]
         departed, task = pull(gate, 5)
         assert await is_held(task)
         departed.closed.set()
         await asyncio.wait_for(task, 5)
         assert departed.answers == []
-        assert inside.came == [PULL]
+        assert backend.paths == [PULL]
 
     asyncio.run(scenario())
 
 
 def test_a_question_is_held_for_a_while_only() -> None:
     async def scenario() -> None:
-        gate, inside = guarding(seconds=SOON)
+        gate, backend = guarding(seconds=SOON)
         await pull(gate, 5)[1]
         question, task = pull(gate, 5)
         await asyncio.wait_for(task, 5)
         assert question.answers[0]["status"] == 200
-        assert inside.came == [PULL, PULL]
+        assert backend.paths == [PULL, PULL]
 
     asyncio.run(scenario())
 
@@ -193,13 +193,13 @@ def run_pull(gate: Gate) -> tuple[Open, asyncio.Task[None]]:
     return begin(gate, RUN_PULL, body, **{KEY_HEADER.replace("-", "_"): KEY})
 
 
-async def reply_of(gate: Gate, inside: Inside, node: int) -> None:
+async def reply_of(gate: Gate, backend: Backend, node: int) -> None:
     """A site fetches its message, and sends its reply."""
     from flwr.proto.fleet_pb2 import PullMessagesResponse, PushMessagesRequest
     from flwr.proto.node_pb2 import Node
 
     message = instruction(f"m{node}", node)
-    inside.answers[PULL] = PullMessagesResponse(
+    backend.answers[PULL] = PullMessagesResponse(
         messages_list=[message], message_object_trees=[tree_of(message)]
     ).SerializeToString()
     await pull(gate, node)[1]
@@ -214,16 +214,16 @@ def test_a_runs_question_is_held_until_a_site_replies() -> None:
     from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 
     async def scenario() -> None:
-        gate, inside = guarding()
+        gate, backend = guarding()
         gate.held.run_seconds = 30.0
         question, task = run_pull(gate)
         assert await is_held(task)
         content = PullAppMessagesResponse(messages_list=[reply("r", 5, to="m5")])
-        inside.answers[RUN_PULL] = content.SerializeToString()
-        await reply_of(gate, inside, 5)
+        backend.answers[RUN_PULL] = content.SerializeToString()
+        await reply_of(gate, backend, 5)
         await asyncio.wait_for(task, 5)
         assert question.answers[-1]["body"] == content.SerializeToString()
-        assert inside.came.count(RUN_PULL) == 2
+        assert backend.paths.count(RUN_PULL) == 2
 
     asyncio.run(scenario())
 
@@ -231,13 +231,13 @@ def test_a_runs_question_is_held_until_a_site_replies() -> None:
 @pytest.mark.parametrize("status", [200, 403])
 def test_a_runs_question_is_answered_after_a_while_and_an_error_at_once(status: int) -> None:
     async def scenario() -> None:
-        gate, inside = guarding()
+        gate, backend = guarding()
         gate.held.run_seconds = SOON if status == 200 else 30.0
-        inside.status = status
+        backend.status = status
         question, task = run_pull(gate)
         await asyncio.wait_for(task, 5)
         assert question.answers[0]["status"] == status
-        assert inside.came == [RUN_PULL]
+        assert backend.paths == [RUN_PULL]
 
     asyncio.run(scenario())
 
@@ -251,14 +251,14 @@ def test_the_question_for_a_run_is_held_until_the_operator_starts_one() -> None:
     """And it is passed on once, since Flower takes no signature twice."""
 
     async def scenario() -> None:
-        gate, inside = guarding()
+        gate, backend = guarding()
         await take_run(gate)[1]
         _, task = take_run(gate)
         assert await is_held(task)
-        assert inside.came.count(TAKE_RUN) == 1
+        assert backend.paths.count(TAKE_RUN) == 1
         await begin(gate, START_RUN, b"", **{KEY_HEADER.replace("-", "_"): KEY})[1]
         await asyncio.wait_for(task, 5)
-        assert inside.came.count(TAKE_RUN) == 2
+        assert backend.paths.count(TAKE_RUN) == 2
         _, task = take_run(gate)
         assert await is_held(task)
         gate.held.close()
@@ -289,7 +289,7 @@ def test_a_key_is_looked_up_again_once_the_operator_has_changed_something() -> N
             looked_up.append(key)
             return 5 if len(looked_up) == 1 else None
 
-        gate = Gate(Inside(), KEY, node_of)
+        gate = Gate(Backend(), KEY, node_of)
         for _ in range(2):
             first, task = pull(gate, 5)
             await task

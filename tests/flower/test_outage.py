@@ -23,7 +23,7 @@ from fedstill.flower.deployment.node import Incoming, Outgoing, Server
 from fedstill.flower.deployment.reach import EXPIRED
 from fedstill.flower.deployment.tasks import OUTAGE_SECONDS, Door
 from flowers import needs_flower
-from processes import beside_us
+from processes import process_environment
 
 pytestmark = needs_flower
 
@@ -89,7 +89,8 @@ def test_a_run_shows_that_it_is_there_before_it_imports_torch(tmp_path: Path) ->
     federation = federation_in(tmp_path)
     keys = [str(federation.key), str(federation.signing_key)]
     command = [sys.executable, "-c", STARTS, *keys]
-    assert subprocess.run(command, env=beside_us(), check=False, timeout=300).returncode == 0
+    process = subprocess.run(command, env=process_environment(), check=False, timeout=300)
+    assert process.returncode == 0
 
 
 def test_the_server_learns_that_a_run_is_there_while_its_process_starts(
@@ -181,7 +182,7 @@ def test_a_run_sends_no_heartbeat_after_its_output() -> None:
     """The output ends its token."""
     command = [sys.executable, "-c", ENDS]
     process = subprocess.run(
-        command, env=beside_us(), check=False, timeout=300, capture_output=True, text=True
+        command, env=process_environment(), check=False, timeout=300, capture_output=True, text=True
     )
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines()[-2:] == ["output 0", "closed"]

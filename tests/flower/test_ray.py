@@ -19,7 +19,7 @@ from fedstill.running.journal import without_times
 from fedstill.running.runner import run
 from flowers import needs_flower
 from journals import journal_events
-from processes import LIMIT, beside_us, flowers_program, kill_all_with
+from processes import LIMIT, flower_program, kill_all_with, process_environment
 from run_bits import model_bytes
 
 pytestmark = [
@@ -76,10 +76,10 @@ def test_flwr_run_runs_the_app_of_this_repository_in_flowers_simulation(tmp_path
     app = tmp_path / "app"
     home = tmp_path / "home"
     shutil.copytree(Path(__file__).parents[2] / "deploy" / "flower-app", app)
-    settings = {**environment(home), "PYTHONPATH": beside_us()["PYTHONPATH"]}
+    settings = {**environment(home), "PYTHONPATH": process_environment()["PYTHONPATH"]}
     try:
         process = subprocess.run(
-            [flowers_program("flwr"), "run", ".", "--stream"],
+            [flower_program("flwr"), "run", ".", "--stream"],
             cwd=app,
             env=settings,
             capture_output=True,

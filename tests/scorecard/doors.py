@@ -124,15 +124,15 @@ def _at_the_gate(path: str, status: int, headers: Mapping[str, str]) -> Callable
     """Sends a stranger's request, which the gate must refuse with a status."""
 
     def send(place: Path) -> str:
-        from gate_requests import Inside, asked
+        from gate_requests import Backend, response
 
-        inside = Inside()
-        gate = Gate(inside, b"k" * 43, lambda key: None)
+        backend = Backend()
+        gate = Gate(backend, b"k" * 43, lambda key: None)
         arguments: dict[str, Any] = {k.replace("-", "_"): v for k, v in headers.items()}
-        answer = asked(gate, path, **arguments)
+        answer = response(gate, path, **arguments)
         return problem_unless(
-            answer["status"] == status and not inside.came,
-            f"answered {answer['status']}, and {len(inside.came)} got through",
+            answer["status"] == status and not backend.paths,
+            f"answered {answer['status']}, and {len(backend.paths)} got through",
         )
 
     return send
@@ -143,17 +143,17 @@ def _repeated(place: Path) -> str:
     from flwr.proto.fleet_pb2 import PullMessagesRequest
     from flwr.proto.node_pb2 import Node
 
-    from gate_requests import Inside, SiteKey, asked
+    from gate_requests import Backend, SiteKey, response
 
-    inside = Inside()
+    backend = Backend()
     key = SiteKey()
-    gate = Gate(inside, b"k" * 43, {key.public: 5}.get)
+    gate = Gate(backend, b"k" * 43, {key.public: 5}.get)
     body = PullMessagesRequest(node=Node(node_id=5)).SerializeToString()
     headers = key.headers()
-    statuses = [asked(gate, PULL, body=body, **headers)["status"] for _ in range(2)]
+    statuses = [response(gate, PULL, body=body, **headers)["status"] for _ in range(2)]
     return problem_unless(
-        statuses == [200, 401] and len(inside.came) == 1,
-        f"answered {statuses}, and {len(inside.came)} got through",
+        statuses == [200, 401] and len(backend.paths) == 1,
+        f"answered {statuses}, and {len(backend.paths)} got through",
     )
 
 
