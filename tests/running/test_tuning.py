@@ -113,6 +113,25 @@ def test_a_faulty_space_is_refused(text: str, message: str) -> None:
         parse_space(["a=1..2", "a=2..3"])
 
 
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.9991, 0.9999), (0.12345, 0.12346), (1234.5, 1235.5), (-0.9999, -0.9991)]
+)
+def test_a_proposal_is_in_a_narrow_range(low: float, high: float, tmp_path: Path) -> None:
+    (dimension,) = parse_space([f"method.beta={low}..{high}"])
+    study = Tuning(COMMON, [dimension], (1,), tmp_path, succeed).study
+    proposals = {dimension.suggested(study.ask()) for _ in range(10)}
+    assert len(proposals) > 5
+    assert all(low <= proposal <= high for proposal in proposals)
+
+
+def test_a_proposal_has_three_digits_if_the_range_allows_it(tmp_path: Path) -> None:
+    (dimension,) = parse_space(["method.beta=0.1..10"])
+    study = Tuning(COMMON, [dimension], (1,), tmp_path, succeed).study
+    for _ in range(10):
+        proposal = dimension.suggested(study.ask())
+        assert proposal == float(f"{proposal:.3g}")
+
+
 def test_a_stopped_search_is_resumed_with_the_same_trials(tmp_path: Path) -> None:
     uninterrupted = search(tmp_path / "whole", 14)
     assert len(uninterrupted.trials) == 14

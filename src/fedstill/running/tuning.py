@@ -63,6 +63,10 @@ def minimised(goal: str) -> bool:
     return goal in LOWER or not larger_is_better(METRIC_GOALS.get(goal, goal))
 
 
+FEWEST_DIGITS = 3
+"""The fewest digits of a proposed number."""
+
+
 @dataclass(frozen=True)
 class Dimension:
     """A key and the values that it may take: from ``low`` to ``high``, or one of ``choices``.
@@ -78,7 +82,7 @@ class Dimension:
     choices: tuple[Any, ...] = ()
 
     def suggested(self, trial: optuna.Trial) -> Any:
-        """The sampler's proposal; a number that is not whole has three digits, so that people can
+        """The sampler's proposal. A number that is not whole has few digits, so that people can
         write it.
         """
         if self.choices:
@@ -86,7 +90,20 @@ class Dimension:
             return self.choices[index]
         if self.is_whole:
             return trial.suggest_int(self.key, int(self.low), int(self.high), log=self.log)
-        return float(f"{trial.suggest_float(self.key, self.low, self.high, log=self.log):.3g}")
+        proposal = trial.suggest_float(self.key, self.low, self.high, log=self.log)
+        rounded = float(f"{proposal:.{self.digits}g}")
+        return min(max(rounded, self.low), self.high)
+
+    @property
+    def digits(self) -> int:
+        """The digits of a proposal: three, or more if the range is so narrow that three would leave
+        fewer than ten values.
+
+        >>> Dimension("plan.lr", 0.001, 1.0).digits, Dimension("plan.lr", 1.01, 1.02).digits
+        (3, 5)
+        """
+        largest = max(abs(self.low), abs(self.high))
+        return max(FEWEST_DIGITS, 2 + math.ceil(math.log10(largest / (self.high - self.low))))
 
 
 def parse_space(texts: Sequence[str]) -> list[Dimension]:
