@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -323,6 +324,29 @@ def test_the_command(
     page = (tmp_path / "out/tuning.html").read_text()
     assert page.count('class="chart"') == 2
     assert "Do not report" in page
+
+
+def test_the_command_continues_a_packed_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small.toml").write_text(toys.SMALL)
+    words = ["tune", "small.toml", "--space", "method.beta=0.5,1.0", "--seeds", "100", "-q"]
+    words += ["--trials", "1", "--out", "out"]
+    summary = Path("out/trial000/seed100/summary.json")
+
+    assert call(words) == 0
+    first = summary.read_bytes()
+    assert call(["pack", "out"]) == 0
+    shutil.rmtree("out")
+    assert call(words) == 0
+    assert summary.read_bytes() == first, "it is not run again"
+
+
+@pytest.mark.parametrize("options", [[], ["--space", "a"], ["--space", "rounds=1,2", "--goal=a"]])
+def test_a_wrong_command_leaves_no_folder(options: Sequence[str], tmp_path: Path) -> None:
+    assert call(["tune", "--out", str(tmp_path / "out"), *options]) == 2
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_replaces_runs_with_other_settings_on_request(

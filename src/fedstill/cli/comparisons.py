@@ -213,11 +213,9 @@ def carry_out(  # noqa: PLR0913 - the options of the commands that carry runs ou
     from fedstill.engines.devices import check_numbers
     from fedstill.report.comparison import followed_outcomes, started_folders
     from fedstill.running.directory import claimed
-    from fedstill.running.packs import pack_of, unpack_if_packed
 
     check_numbers(devices)
-    if unpack_if_packed(folder):
-        print(f"unpacked {pack_of(folder)} to {folder}, and continue there")
+    _unpack_to_continue(folder)
     with claimed(folder):
         outcomes = followed_outcomes(
             runs,
@@ -232,6 +230,14 @@ def carry_out(  # noqa: PLR0913 - the options of the commands that carry runs ou
         if started:
             _present(started, folder, show=show)
     return _report_problems(outcomes, folder, debug)
+
+
+def _unpack_to_continue(folder: Path) -> None:
+    """Unpack the pack of a folder if its runs are only in the pack, and say so."""
+    from fedstill.running.packs import pack_of, unpack_if_packed
+
+    if unpack_if_packed(folder):
+        print(f"unpacked {pack_of(folder)} to {folder}, and continue there")
 
 
 def _report_problems(outcomes: Sequence[Outcome], folder: Path, debug: bool) -> int:
@@ -400,29 +406,31 @@ def tune_command(  # noqa: PLR0913 - the options of the command tune
     check_numbers(devices)
     folder = out or compare.new_folder("tune")
     finished: list[Outcome] = []
-    with claimed(folder), followed_runs(quiet, trials * len(seeds)) as progress:
+    progress = followed_runs(quiet, trials * len(seeds))
 
-        def carry_out_trial(runs: Sequence[Variant]) -> Sequence[Outcome]:
-            slots = slots_for({variant.settings.device for variant in runs}, jobs, devices)
-            outcomes = compare.carry_out_runs(
-                runs,
-                slots.jobs,
-                lambda current: progress.show([*finished, *current]),
-                cards=slots.cards,
-                overwrite=overwrite,
-            )
-            finished.extend(outcomes)
-            return outcomes
-
-        tuning = Tuning(
-            experiment,
-            parse_space(space),
-            seeds,
-            folder,
-            carry_out_trial,
-            goal=goal,
+    def carry_out_trial(runs: Sequence[Variant]) -> Sequence[Outcome]:
+        slots = slots_for({variant.settings.device for variant in runs}, jobs, devices)
+        outcomes = compare.carry_out_runs(
+            runs,
+            slots.jobs,
+            lambda current: progress.show([*finished, *current]),
+            cards=slots.cards,
             overwrite=overwrite,
         )
+        finished.extend(outcomes)
+        return outcomes
+
+    tuning = Tuning(
+        experiment,
+        parse_space(space),
+        seeds,
+        folder,
+        carry_out_trial,
+        goal=goal,
+        overwrite=overwrite,
+    )
+    _unpack_to_continue(folder)
+    with claimed(folder), progress:
         for _ in tuning.run(trials):
             setting_effects.write_tuning_page(tuning, folder / "tuning.html")
 
