@@ -103,6 +103,17 @@ def test_a_pack_is_read_like_the_folder(runs: Path) -> None:
     assert len(find([runs.parent])) == 2, "runs that lie beside their pack count once"
 
 
+@pytest.mark.parametrize(
+    ("place", "name"), [("table", "."), ("table/fedavg", ".."), ("table/fedavg", "../../table/.")]
+)
+def test_a_folder_is_packed_beside_it_however_it_is_named(
+    place: str, name: str, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(runs.parent / place)
+    assert packs.pack(Path(name)).resolve() == packs.pack_of(runs)
+    assert [path.name for path in Path.cwd().iterdir() if path.name.endswith(packs.SUFFIX)] == []
+
+
 def test_the_commands_pack_read_and_unpack(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,8 @@ def _format_of(entry: tarfile.TarInfo) -> Literal[0, 1, 2]:
 
 def pack_of(folder: Path) -> Path:
     """The pack of a folder: NAME.runs.tar.xz beside NAME."""
+    if folder.name in ("", ".."):
+        folder = folder.resolve()
     return folder.with_name(folder.name + SUFFIX)
 
 
