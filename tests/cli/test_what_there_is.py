@@ -144,6 +144,11 @@ def test_other_kinds_and_a_users_file_have_cards_too(
     assert "beta = 1.0 Weight of nothing. (number)" in card
 
 
+def test_a_name_needs_its_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["list", "--name", "fedntd"]) == 2
+    assert "fedstill list method fedntd" in capsys.readouterr().err
+
+
 def test_an_unknown_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["list", "method", "fedntx"]) == 2
     assert "did you mean 'fedntd'" in capsys.readouterr().err

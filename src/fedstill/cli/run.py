@@ -19,7 +19,7 @@ from fedstill.cli.app import (
     say,
     tracebacks,
 )
-from fedstill.core.errors import Interrupted
+from fedstill.core.errors import ConfigError, Interrupted
 from fedstill.core.files import in_shell
 
 if TYPE_CHECKING:
@@ -142,6 +142,8 @@ def list_command(kind: Kind | None = None, name: str | None = None) -> int:
     from fedstill.core import descriptions, registry
     from fedstill.report import catalogue, terminal
 
+    if name and not kind:
+        raise ConfigError(f"list: give the kind, too, e.g. fedstill list method {in_shell(name)}")
     screen = terminal.console(sentences=True)
     if kind and name:
         screen.print(catalogue.card(registry.lookup(kind, name)))
