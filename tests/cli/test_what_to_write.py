@@ -64,6 +64,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("run small.toml -s data.mean=[a,b]", "'a': input should be a valid number"),
         ("run", "fedstill run my.toml"),
         ("resume -q", "fedstill resume runs/"),
+        pytest.param("unlearn", "fedstill unlearn runs/", marks=pytest.mark.uses("unlearning")),
         ("run small.toml --seed 3", "-s seed=3"),
         ("run small.toml --device=cuda", "-s device=cuda"),
         ("run small.toml --batch-size 32", "-s plan.batch=32"),

@@ -296,6 +296,7 @@ REQUIRED_ARGUMENTS = {
     "resume": _A_RUN,
     "export": _A_RUN,
     "query": _A_RUN,
+    "unlearn": _A_RUN,
     "why": _A_RUN,
     "pack": ("a directory that contains runs", "runs"),
     "unpack": ("a pack", "my.runs.tar.xz"),
