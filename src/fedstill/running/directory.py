@@ -121,8 +121,8 @@ def hint_without_run(folder: Path) -> str:
     runs = runs_below(folder)
     if runs:
         return (
-            "it is the folder of a comparison; name one of its runs, e.g. "
-            f"{in_shell(runs[0])}, or continue all with the same `fedstill compare` and --out "
+            "it is the folder of several runs; name one of them, e.g. "
+            f"{in_shell(runs[0])}, or continue all: repeat the command that began them, with --out "
             f"{in_shell(folder)}"
         )
     runs = sorted(path.parent for path in folder.glob("*/config.toml"))
