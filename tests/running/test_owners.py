@@ -17,7 +17,7 @@ import toys
 from fedstill import Experiment, from_clients
 from fedstill.config.data_table import resolved_data_name
 from fedstill.config.resolve import resolve
-from fedstill.core.errors import ConfigError, InfeasiblePartition
+from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import RoundResult
 from fedstill.core.records import Examples
 from fedstill.data.dataset import Dataset
@@ -115,6 +115,8 @@ def test_train_and_test_in_one_pool_give_every_owner_a_share_of_all_its_rows() -
         ready({"pool": True})
     with pytest.raises(ConfigError, match="own_test"):
         ready({"pool": True, "own_test": "column"})
+    with pytest.raises(ConfigError, match=r"data\.test_size"):
+        ready({"pool": True, "own_test": 0.5}, data={"test_size": 10})
 
 
 def test_a_pool_without_any_test_example_is_refused() -> None:
@@ -135,7 +137,7 @@ def test_owners_with_too_few_examples_are_left_out_and_the_number_of_clients_is_
         ready({}, topology={"clients": 4})
     with pytest.raises(ConfigError, match=r"partition\.kind = 'column'"):
         prepare(resolve(toys.toy(partition={"kind": "column", "column": "x"})), toys.blobs())
-    with pytest.raises((ConfigError, InfeasiblePartition)):
+    with pytest.raises(ConfigError, match=rf"partition\.least to {max(TRAIN_SIZES)}"):
         ready({"least": 100}, topology={"clients": 3})
 
 

@@ -492,11 +492,16 @@ def training_and_test_sets(settings: Settings, dataset: Dataset) -> tuple[Exampl
     ``partition.pool`` combines both splits of the data set, so that only clients have test sets.
     ``data.test_from = "held_out"`` tests on a stratified sample of the training examples:
     ``test_size`` of them, or a fifth. The sample is the same for every seed and ``train_size``.
-    Raises ConfigError if no training examples are left.
+    Raises ConfigError if no training examples are left, and for keys that contradict each other.
     """
     pool = settings.named.partition.values.get("pool")
     if settings.data.test_from is None:
         if pool:
+            if settings.data.test_size:
+                raise ConfigError(
+                    f"data.test_size = {settings.data.test_size} has no effect with partition.pool "
+                    "= true, which tests on the clients' own tests; leave one of them out"
+                )
             nothing = dataset.test.take(torch.arange(0))
             return concatenated([dataset.train, dataset.test]), nothing
         return dataset.train, dataset.test
@@ -555,10 +560,13 @@ def client_owners(settings: Settings, dataset: Dataset, train: Examples) -> list
         exception = ""
         if too_small:
             exception = f" (all except {shortened_list(too_small, 3)})"
+        remedy = f"topology.clients = {len(owners)}"
+        if not owners:
+            remedy = f"partition.least to {int(counts.max())} or less"
         raise ConfigError(
             f"partition.column = {fields['column']!r} has {len(owners)} values with enough "
             f"training examples{exception}, and topology.clients is {settings.clients}; set "
-            f"topology.clients = {len(owners)}"
+            f"{remedy}"
         )
     return owners
 
