@@ -217,6 +217,17 @@ def test_trackers_change_neither_config_nor_journal(tmp_path: Path) -> None:
     assert not (tmp_path / "with/trackers.json").exists()
 
 
+def test_a_run_in_the_working_directory_has_the_name_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "fedavg/seed7"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    run(toys.toy("fedavg", seed=7), ".", toys.blobs(), track="kept")
+    ((about, _, _),) = Recorded.begins
+    assert (about.name, about.shared_name) == ("fedavg, seed 7", "fedavg")
+
+
 @pytest.mark.parametrize("place", ["begin", "log 2", "end"])
 def test_a_tracker_that_fails_is_one_warning_and_receives_the_other_rounds_on_resume(
     place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

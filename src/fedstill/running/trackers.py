@@ -519,11 +519,12 @@ class Tracking:
         self._write()
 
     def _about_run(self, start: Event) -> AboutRun:
-        name = self.folder.name
+        folder = self.folder.resolve()  # the name of "." is empty
+        name = folder.name
         shared_name = self.settings.named.method.label
         if name == f"seed{self.settings.seed}":
             # In a comparison, all seeds of a group are in one folder.
-            shared_name = self.folder.parent.name
+            shared_name = folder.parent.name
             name = f"{shared_name}, seed {self.settings.seed}"
         return AboutRun(
             folder=self.folder,
