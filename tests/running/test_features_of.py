@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 import fedstill
 import toys
@@ -70,6 +71,18 @@ def test_features_are_computed_once_and_again_if_the_cache_is_damaged(
     computed_again = prepare(settings, toys.blobs())
     assert torch.equal(first.sites.train.values, computed_again.sites.train.values)
     assert caplog.text.count("are computed once") == 4
+
+
+def test_a_full_disk_is_a_warning_for_features(
+    pretrained: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", fail)
+    prepared = prepare(resolve(toys.toy(data=features_of(pretrained))), toys.blobs())
+    assert prepared.dataset.input_shape == (8,)
+    assert "No space left on device" in caplog.text
 
 
 def test_the_model_is_a_head_alone_if_the_config_names_none(

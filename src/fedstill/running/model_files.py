@@ -557,8 +557,8 @@ def _features(
     features = _computed(passes, params, examples).cpu().contiguous()
     try:
         _write(path, features)
-    except OSError as error:
-        log.warning("features cannot be stored in %s: %s", path.parent, error.strerror)
+    except (OSError, SafetensorError) as error:
+        log.warning("features cannot be stored in %s: %s", path.parent, on_one_line(error))
     return features
 
 
