@@ -14,6 +14,8 @@ from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
 import fedstill
+import toys
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import dataset_of
@@ -141,6 +143,14 @@ def test_a_run_by_client_resumes_and_refuses_other_data(tmp_path: Path) -> None:
         fedstill.resume(tmp_path / "stopped", data=other_clients)
     resumed = fedstill.resume(tmp_path / "stopped", data=clients)
     assert resumed.summary["model_sha256"] == uninterrupted.summary["model_sha256"]
+
+
+@pytest.mark.uses("flower")
+def test_a_run_in_a_federation_is_not_resumed_with_data(tmp_path: Path) -> None:
+    settings = resolve(toys.toy("fedavg", engine="flower", flower={"federation": "fed"}))
+    (tmp_path / "config.toml").write_text(settings.toml)
+    with pytest.raises(ConfigError, match="data in memory"):
+        fedstill.resume(tmp_path, toys.blobs())
 
 
 def test_an_object_that_is_no_data_is_refused_before_there_is_a_directory(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ from fedstill.running.same_run import check_same, name_for_clients, note_version
 from fedstill.running.selection import selection_of
 from fedstill.running.split_file import StoredSplit, restore_split, write_split
 from fedstill.running.standardisation import run_sums, sums_work
-from fedstill.running.trackers import Named, Track, Tracking
+from fedstill.running.trackers import Named, Tracking
 from fedstill.running.world import first_state
 
 if TYPE_CHECKING:
@@ -144,18 +144,6 @@ def server_location(settings: Settings) -> ServerLocation:
     if settings.flower.grid == "ray":
         return "ray"
     return "here"
-
-
-def check_calls(on_round: OnRound | None, track: Track = ()) -> None:
-    """Raise ConfigError if callbacks or trackers are used with a federation, whose runs are in
-    another process.
-    """
-    for subject, argument in (("on_round is", on_round), ("trackers are", track)):
-        if argument:
-            raise ConfigError(
-                f"{subject} called in the process of the run, but a federation's run is in another "
-                "process"
-            )
 
 
 NAME_BEFORE_START = "sums-name"

@@ -31,7 +31,7 @@ from fedstill.running.directory import (
     trust_run,
     write_config,
 )
-from fedstill.running.driver import Driver, check_calls, remote_engine, server_location
+from fedstill.running.driver import Driver, remote_engine, server_location
 from fedstill.running.journal import STOP_REASON, check_checkpoints, check_config, is_finished
 from fedstill.running.preparation import prepare, prepare_again, reading_options
 from fedstill.running.recording import OnRound, Progress, Quiet
@@ -150,16 +150,11 @@ def run(  # noqa: PLR0913 - the options of the command run
     location = "here"
     if grid is None:
         location = server_location(settings)
-    if data is not None and location == "federation":
-        raise ConfigError(
-            "data in memory stay in this process: name data that the server has, or leave "
-            "federation out"
-        )
     remote = remote_engine(settings)
     if remote is not None:
         remote.require()  # before there is a directory
     if location == "federation":
-        check_calls(on_round, track)
+        _check_in_federation(data, on_round, track)
     trackers = ready_trackers(track)
     prepared = prepare(settings, dataset)
     log_warnings(prepared)
@@ -234,7 +229,7 @@ def resume(
             )
             return remote.simulate(settings, dataset, folder, lambda ray: again(grid=ray))
         if location == "federation":
-            check_calls(on_round, track)
+            _check_in_federation(data, on_round, track)
             return remote.submit(settings, folder, True, watch or Quiet())
     trackers = ready_trackers(track)
     # A killed process leaves this file behind.
@@ -266,6 +261,23 @@ def _say_if_stopped_early(result: Result) -> None:
             summary["rounds"],
             summary[STOP_REASON],
         )
+
+
+def _check_in_federation(data: object, on_round: OnRound | None, track: Track) -> None:
+    """Raise ConfigError for data, callbacks and trackers of this process: the runs of a federation
+    are in another one.
+    """
+    if data is not None:
+        raise ConfigError(
+            "data in memory stay in this process: name data that the server has, or leave "
+            "federation out"
+        )
+    for subject, argument in (("on_round is", on_round), ("trackers are", track)):
+        if argument:
+            raise ConfigError(
+                f"{subject} called in the process of the run, but a federation's run is in another "
+                "process"
+            )
 
 
 def _check_debug(debug: bool, settings: Settings) -> None:
