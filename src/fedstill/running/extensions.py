@@ -7,7 +7,7 @@ Inner capabilities come first, then those of the outer packages in the order of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -225,7 +225,7 @@ class Hostile:
         content = Payload(
             {name: self._group(group, payload.get(name)) for name, group in reply.content.items()}
         )
-        return Reply(reply.client, content, reply.examples, reply.metrics, reply.round, reply.stage)
+        return replace(reply, content=content)
 
     def _group(self, group: Group, start: Group | None) -> Group:
         if isinstance(group, Mapping):
