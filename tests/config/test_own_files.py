@@ -15,6 +15,7 @@ from fedstill.config.experiment import load
 from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, CorruptFile, UntrustedCode
+from fedstill.core.user_modules import source_digest
 from fedstill.running.compare import variants
 from fedstill.running.directory import settings_of
 from fedstill.running.journal import read_journal
@@ -374,6 +375,49 @@ def test_a_file_that_was_mended_is_read_again_in_the_same_process(folder: Path) 
     second = registry.lookup("method", "mended.py", folder).target
     assert second is not first
     assert registry.lookup("method", "mended.py", folder).target is second
+
+
+def value_of(folder: Path, name: str) -> object:
+    """The value that the function of a user's file returns."""
+    return registry.lookup("model", f"{name}.py:value", folder).target()
+
+
+USE = "def value(): return VALUE\n"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "from changing import VALUE\n",
+        "from between import VALUE\n",
+        "from package import inner\nVALUE = inner.VALUE\n",
+    ],
+)
+def test_a_change_in_a_module_counts_wherever_it_was_imported(tmp_path: Path, imports: str) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "between.py").write_text("from changing import VALUE\n")
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(imports + USE)
+
+    for value in (1, 2):
+        for changing in ("changing.py", "package/inner.py"):
+            (tmp_path / changing).write_text(f"VALUE = {value}\n")
+        assert value_of(tmp_path, "one") == value
+        assert value_of(tmp_path, "two") == value
+
+
+def test_a_module_that_is_no_longer_imported_may_be_deleted(tmp_path: Path) -> None:
+    (tmp_path / "gone.py").write_text("VALUE = 1\n")
+    (tmp_path / "mine.py").write_text("from gone import VALUE\n" + USE)
+    assert value_of(tmp_path, "mine") == 1
+
+    (tmp_path / "gone.py").unlink()
+    (tmp_path / "mine.py").write_text("VALUE = 2\n" + USE)
+    first = registry.lookup("model", "mine.py:value", tmp_path).target
+    assert first() == 2
+    assert registry.lookup("model", "mine.py:value", tmp_path).target is first
+    assert source_digest(first)
 
 
 NETWORKS = """

@@ -72,8 +72,10 @@ def module_of_file(path: Path) -> ModuleType:
         raise ConfigError(f"{str(path)[:80]!r} cannot be a file: {error}") from error
     if not is_file:
         raise ConfigError(f"there is no file {path}; paths are relative to the config's folder")
+    if _is_stale(path.parent):
+        _forget_modules(path.parent)
     name = _module_name(path)
-    if name in sys.modules and not _is_stale(path.parent):
+    if name in sys.modules:
         _check_trusted(path, digest(read_file(path)))
         return sys.modules[name]
     loader = _SourceLoader(name, str(path))
@@ -161,14 +163,24 @@ def _is_stale(folder: Path) -> bool:
     )
 
 
+def _forget_modules(folder: Path) -> None:
+    """Remove all modules of a folder in which one has changed, so that they are imported again: the
+    others may have imported from it.
+    """
+    for path in [path for path in _neighbours if path.is_relative_to(folder)]:
+        sys.modules.pop(_neighbours.pop(path).name, None)
+    for name in [name for name in sys.modules if name.startswith(USER)]:
+        if _file_of(name).is_relative_to(folder):
+            del sys.modules[name]
+
+
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
     """Make the modules of a folder importable within the block, as for a script.
 
-    Modules that have changed, or that have the same name in another user's folder, are imported
-    again.
+    Modules that have the same name in another user's folder are imported again.
     """
-    _drop_outdated(folder)
+    _drop_hidden(folder)
     loaded = set(sys.modules)
     entry = str(folder)
     finder = _FolderFinder(folder)
@@ -185,21 +197,25 @@ def _importable(folder: Path) -> Iterator[None]:
             _add_neighbour(name, folder)
 
 
-def _drop_outdated(folder: Path) -> None:
-    """Remove modules that would be imported from another folder, or that have changed."""
+def _drop_hidden(folder: Path) -> None:
+    """Remove modules of another folder that have the same name as a module of this folder."""
     for path, neighbour in _neighbours.items():
         package = folder / neighbour.name.partition(".")[0]
         is_in_folder = package.is_dir() or package.with_suffix(".py").is_file()
-        is_hidden = is_in_folder and not path.is_relative_to(folder)
-        if is_hidden or _sha(path) != neighbour.sha:
+        if is_in_folder and not path.is_relative_to(folder):
             sys.modules.pop(neighbour.name, None)
 
 
 def _add_neighbour(name: str, folder: Path) -> None:
     """Remember a new module, if it is a user's file in a folder."""
-    path = Path(getattr(sys.modules[name], "__file__", None) or "/")
+    path = _file_of(name)
     if _is_users(path, folder) and path.suffix == ".py":
         _neighbours[path] = Neighbour(name, _sha(path))
+
+
+def _file_of(name: str) -> Path:
+    """The file of an imported module; the root folder if it has none."""
+    return Path(getattr(sys.modules[name], "__file__", None) or "/")
 
 
 def _is_users(path: Path, folder: Path) -> bool:
