@@ -510,6 +510,38 @@ def test_a_site_reads_its_images_as_the_run_does_and_reports_what_it_left_out(
     assert "2 broken images of 12" in caplog.text
 
 
+OWN_FUNCTION = """
+import torch
+from fedstill import from_tensors
+from fedstill.core.registry import register
+
+@register("dataset", "lab")
+def lab():
+    images = torch.zeros(4, 1, 4, 4, dtype=torch.uint8)
+    labels = torch.tensor([0, 1, 0, 1])
+    return from_tensors("lab", (images, labels), (images, labels))
+"""
+
+
+@pytest.mark.parametrize("name", ["{folder}/own.py:lab", "{folder}/own.py", "own_package.data:lab"])
+def test_the_data_of_a_site_may_come_from_a_function(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "own_package"
+    package.mkdir()
+    (package / "data.py").write_text(OWN_FUNCTION.replace('"lab")', '"lab of a package")'))
+    (tmp_path / "own.py").write_text(OWN_FUNCTION)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = settings_of()
+    form = {"columns": ("age",), "label_column": "label"}
+
+    dataset = read_in_form(
+        settings, Facts(("cat", "dog"), (1, 4, 4)), name.format(folder=tmp_path), form
+    )
+
+    assert len(dataset.train) == 4
+
+
 def test_class_names_are_the_same_in_every_unicode_form(tmp_path: Path) -> None:
     names = ["frei", unicodedata.normalize("NFD", "gestört")]
     rows = [f"{row},{names[row % 2]}\n" for row in range(10)]

@@ -94,7 +94,7 @@ def read_in_form(
     reading = {**form, **settings.data.images, **options}
     if settings.data.label_column and form:
         reading["label_column"] = settings.data.label_column
-    if ".py:" in data:
+    if split_name(data).is_code:
         # The site operator's own functions take no options.
         reading = {}
     own = load_dataset(data, **reading)
