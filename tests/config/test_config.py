@@ -244,6 +244,23 @@ def test_another_data_set_keeps_the_other_keys_of_data() -> None:
     assert changed.table("data") == {"name": "blobs", "public": 50}
 
 
+TABLES_AND_VALUES = {
+    "plan": ["plan.lr=0.5", "plan={epochs=1}"],
+    "a stage": ["plan.train.lr=0.5", "plan.train={epochs=1}"],
+    "method": ["method.name=fedntd", "method={beta=0.5}"],
+    "partition": ["partition.kind=hiper", "partition={alpha=0.5}"],
+}
+
+
+@pytest.mark.parametrize("name", TABLES_AND_VALUES)
+def test_a_table_and_a_value_in_it_can_be_set_in_any_order(name: str) -> None:
+    overrides = TABLES_AND_VALUES[name]
+    first = resolve(load(None, tuple(overrides)))
+    second = resolve(load(None, tuple(reversed(overrides))))
+    assert first.toml == second.toml
+    assert "= 0.5" in first.toml
+
+
 def test_a_federation_is_not_ignored_in_silence() -> None:
     """Without engine = "flower", the run would train on parts of one data set in this process."""
     federation = {"flower": {"federation": "fed"}}

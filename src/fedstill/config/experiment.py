@@ -121,15 +121,15 @@ class Experiment(TopKeys):
         ``origin``: the name of their source, such as an option of a command. A value that names
         another object, such as ``{"method": "fedntd"}``, is set before all fields, and removes the
         fields of the former object as ``with_other_name`` says. A table replaces the whole former
-        one. Values that are removed have no origin any more. Another engine removes
-        ``engine_reason``, which explains the former one. Raises ConfigError if the origin is an
-        option, and another option has set the key.
+        one, and is set before the values in it. Values that are removed have no origin any more.
+        Another engine removes ``engine_reason``, which explains the former one. Raises ConfigError
+        if the origin is an option, and another option has set the key.
         """
         source = Origin(origin)
         check_set_once(values, self.origins, source)
         tree = self.tree
         origins = dict(self.origins)
-        for key in sorted(values, key=lambda key: not is_name(key)):
+        for key in sorted(values, key=lambda key: (not is_name(key), key.count("."))):
             value = values[key]
             table = key.partition(".")[0]
             if not is_name(key) or not isinstance(value, str):
@@ -139,9 +139,9 @@ class Experiment(TopKeys):
                 # [data] is the exception: its other keys, such as sizes, are for any data set.
                 _set(tree, "data.name", value)
             else:
-                tree[table] = self._renamed(table, value)
+                tree[table] = from_tree(tree, origins, self.base)._renamed(table, value)
                 origins = without_absent(origins, table, _fields_in(tree[table]))
-        origins |= dict.fromkeys(leaf_keys(values), source)
+            origins |= dict.fromkeys(leaf_keys({key: value}), source)
         if "engine" in values and "engine_reason" not in values:
             tree["engine_reason"] = ""
             origins.pop("engine_reason", None)
