@@ -111,6 +111,22 @@ def test_texts_of_a_command_line_are_lists_where_only_a_list_is_legal() -> None:
 
 
 @pytest.mark.parametrize(
+    ("hint", "value", "legal"),
+    [
+        (tuple[tuple[int, ...], ...], [[1, 2], [3]], ((1, 2), (3,))),
+        (dict[str, tuple[int, ...]], {"a": [1, 2]}, {"a": (1, 2)}),
+        (list[int], [1, 2], [1, 2]),
+        (list[str], CommandLineText("a,b"), ["a", "b"]),
+        (list[list[int]], [[1, 2], [3]], [[1, 2], [3]]),
+        (dict[str, list[int]], {"a": [1, 2]}, {"a": [1, 2]}),
+    ],
+)
+def test_lists_have_the_type_of_the_annotation(hint: Any, value: Any, legal: Any) -> None:
+    schema = schema_of("toy", {"sizes": (hint, ...)})
+    assert validated(schema, {"sizes": value}, "toy") == {"sizes": legal}
+
+
+@pytest.mark.parametrize(
     ("value", "hint"), [("2", "2"), (".5", "0.5"), ([2.5], "2.5"), ("x", ""), (True, "")]
 )
 def test_a_value_of_another_type_is_answered_with_the_legal_one(value: Any, hint: str) -> None:

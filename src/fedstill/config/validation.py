@@ -379,7 +379,7 @@ def validated(schema: Schema, entries: Mapping[str, Any], table: str) -> dict[st
             values[str(key)] = tuple(value) if isinstance(value, list) else value
 
     errors = _errors(schema, values)
-    lists = _lists_of_texts(schema, values, errors)
+    lists = _legal_lists(schema, values, errors)
     values |= lists
     errors = {key: details for key, details in errors.items() if key not in lists}
     if errors:
@@ -403,10 +403,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _lists_of_texts(
+def _legal_lists(
     schema: Schema, values: Mapping[str, Any], errors: Collection[str]
 ) -> dict[str, Any]:
-    """The lists that texts of a command line stand for, by key. A table can hold such texts, too.
+    """The lists of legal types for lists of other types, and the lists that texts of a command line
+    stand for, by key. A table can hold such lists and texts, too.
 
     A text is read as a list only where the text itself is refused (its key is among ``errors``) and
     the list is not: ``-s data.name=a,b`` names the file "a,b", and ``-s data.columns=a,b`` two
@@ -422,15 +423,17 @@ def _lists_of_texts(
 
 
 def _readings_with_lists(value: Any) -> list[Any]:
-    """The values that a value of a command line can stand for, with lists for its texts.
+    """The values that a value can stand for, with tuples or lists for its lists, and with lists for
+    its texts of a command line.
 
-    >>> _readings_with_lists({"age": CommandLineText("0,9")})
+    >>> _readings_with_lists({"age": CommandLineText("0,9")})[:2]
     [{'age': (0, 9)}, {'age': ('0', '9')}]
     """
+    readings = [value]
     with contextlib.suppress(ConfigError):  # the message about the key then says what is wrong
         if isinstance(value, CommandLineText):
-            return list(lists_for(value).both)
-        if isinstance(value, Mapping):
+            readings = list(lists_for(value).both)
+        elif isinstance(value, Mapping):
             lists = {
                 key: lists_for(item)
                 for key, item in value.items()
@@ -438,8 +441,21 @@ def _readings_with_lists(value: Any) -> list[Any]:
             }
             of_values = {key: readings.values for key, readings in lists.items()}
             of_texts = {key: readings.texts for key, readings in lists.items()}
-            return [{**value, **of_values}, {**value, **of_texts}]
-    return []
+            readings = [{**value, **of_values}, {**value, **of_texts}]
+    return [*map(with_tuples, readings), *map(_with_lists, readings)]
+
+
+def _with_lists(value: Any) -> Any:
+    """A value with lists for tuples, also in lists and tables.
+
+    >>> _with_lists({"sizes": ((1, 2), 3)})
+    {'sizes': [[1, 2], 3]}
+    """
+    if isinstance(value, Mapping):
+        return {key: _with_lists(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return list(map(_with_lists, value))
+    return value
 
 
 def _errors(schema: Schema, values: Mapping[str, Any]) -> dict[str, list[ErrorDetails]]:
