@@ -103,6 +103,7 @@ def test_the_command_line_adds_networks_to_those_of_a_config_file(tmp_path: Path
         ({"2-1": "mlp"}, r"clients.models\..*from 0 to 3"),
         ({"first": "mlp"}, "clients.models.first"),
         ({"0": "mlp", "1": 0.5}, r"clients.models.1"),
+        ({"0": {"name": "mlp", "share": 0.5}}, r"clients.models.0.share"),
         ("mlp", "clients.models"),
     ],
 )

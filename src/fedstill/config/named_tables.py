@@ -362,8 +362,8 @@ NetworkAssignment = InTurn | ByShare | ByClient
 def read_assignment(value: Any, base: Path | None) -> NetworkAssignment:
     """The networks of clients as the config assigns them. ``base``: the folder of its paths.
 
-    Raises WrongConfig for networks that are unknown or have wrong fields, and for shares that are
-    not above 0 or do not add up to 1.
+    Raises WrongConfig for networks that are unknown or have wrong fields, for shares that are not
+    above 0 or do not add up to 1, and for the share of a client.
     """
     if not isinstance(value, Mapping):
         networks = [
@@ -378,9 +378,17 @@ def read_assignment(value: Any, base: Path | None) -> NetworkAssignment:
             _network_by_name(name, MODELS_KEY, base, share) for name, share in value.items()
         ]
         return ByShare(networks, _checked_shares(networks), is_table=True)
-    return ByClient(
-        {str(ids): _network(item, f"{MODELS_KEY}.{ids}", base) for ids, item in value.items()}
-    )
+    by_client = {
+        str(ids): _network(item, f"{MODELS_KEY}.{ids}", base) for ids, item in value.items()
+    }
+    for ids, network in by_client.items():
+        if network.share is not None:
+            raise wrong_value(
+                f"{MODELS_KEY}.{ids}.share",
+                "has no effect on clients that are named by their ids",
+                "remove it, or write a list of networks with shares",
+            )
+    return ByClient(by_client)
 
 
 def _network(value: Any, key: str, base: Path | None) -> ClientNetwork:
