@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 import subprocess
 import sys
@@ -121,6 +122,64 @@ def test_categories_and_lists_are_written_as_in_a_config() -> None:
     names = {"ward": ["C", "A", "B"]}
     by_name = from_python("mine", patients(), columns=columns, categorical=names)
     assert by_name.about.categories == (("ward", ("C", "A", "B")),)
+
+
+@pytest.mark.parametrize("categorical", [["ward"], {"ward": ["A", "B", "C"]}])
+def test_categories_of_a_file_are_written_as_in_a_config(tmp_path: Path, categorical: Any) -> None:
+    path = tmp_path / "mine.csv"
+    patients().to_csv(path, index=False)
+    fields = {"columns": ["age", "pressure", "ward"], "categorical": categorical}
+    assert same(load_dataset(path, **fields), load_dataset(path, **FIELDS))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("columns", "age", r"data\.columns = 'age': input should be a list, \['age'\]"),
+        ("missing_values", "NA", r"data\.missing_values = 'NA': input should be a list"),
+        ("kind", "tabel", r"data\.kind = 'tabel': input should be one of"),
+        ("missing", "Mean", r"data\.missing = 'Mean'"),
+        ("unlabelled", "keep", r"data\.unlabelled = 'keep'"),
+        ("marks", ("weight",), r"data\.missing_marks = \['weight'\].*not among the inputs age"),
+    ],
+)
+def test_a_wrong_option_is_refused(field: str, value: Any, message: str, tmp_path: Path) -> None:
+    fields = {"columns": ["age"], field: value}
+    with pytest.raises(ConfigError, match=message):
+        from_python("mine", patients(), **fields)
+    path = tmp_path / "mine.csv"
+    patients().to_csv(path, index=False)
+    with pytest.raises(ConfigError, match=message):
+        load_dataset(path, **fields)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("kind", "serie", "kind = 'serie': input should be one of"),
+        ("vocabulary", "10", "vocabulary = '10': input should be a valid integer"),
+        ("mean", [float("nan")], "be finite"),
+        ("mean", "a", "must be lists of numbers"),
+    ],
+)
+def test_a_wrong_description_of_tensors_is_refused(field: str, value: Any, message: str) -> None:
+    fields = {"mean": [0.5], "std": [0.5], field: value}
+    with pytest.raises(ConfigError, match=message):
+        from_tensors("mine", (pixels(1, 8, 8), np.arange(N) % 2), **fields)
+
+
+@pytest.mark.parametrize("as_numbers", [np.float32, torch.tensor, lambda numbers: numbers[0]])
+def test_mean_and_std_may_be_arrays_or_a_number(as_numbers: Any) -> None:
+    numbers = as_numbers([0.5])
+    images = (pixels(1, 8, 8), np.arange(N) % 2)
+    data = from_tensors("mine", images, mean=numbers, std=numbers)
+    assert json.dumps([data.mean, data.std]) == "[[0.5], [0.5]]"
+
+
+def test_a_vocabulary_may_be_a_number_of_numpy() -> None:
+    ids = np.arange(4 * N).reshape(N, 4) % 7
+    data = from_tensors("mine", (ids, np.arange(N) % 2), vocabulary=ids.max() + 1)
+    assert json.dumps(data.vocabulary) == "7"
 
 
 def test_an_index_is_left_out_as_that_of_a_file_is(tmp_path: Path) -> None:

@@ -390,8 +390,8 @@ def as_dataset(
     default: tuple[float, ...] = ()
     if is_image:
         default = half(size)
-    means = tuple(default if mean is None else mean)
-    stds = tuple(default if std is None else std)
+    means = _floats(name, default if mean is None else mean)
+    stds = _floats(name, default if std is None else std)
     if data.about.kind == "text" and means:
         raise ConfigError(f"dataset {name!r}: texts have no mean and std; remove them")
     if is_image or means or stds:
@@ -408,6 +408,16 @@ def as_dataset(
     )
 
 
+def _floats(name: str, numbers: Any) -> tuple[float, ...]:
+    """A number, or the numbers of a list, an array or a tensor."""
+    try:
+        return tuple(np.ravel(np.asarray(numbers, dtype=np.float64)).tolist())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"dataset {name!r}: mean and std must be lists of numbers; correct or remove them"
+        ) from error
+
+
 def _as_examples(split: Split) -> Examples:
     owners = None
     if split.owners is not None:
@@ -416,11 +426,11 @@ def _as_examples(split: Split) -> Examples:
 
 
 def _check_scale(name: str, size: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-    if len(mean) == len(std) == size and min(std) > 0:
+    if len(mean) == len(std) == size and min(std) > 0 and np.isfinite([*mean, *std]).all():
         return
     raise ConfigError(
-        f"dataset {name!r}: mean and std must have length {size}, and std must be above 0, but "
-        f"they are {mean} and {std}"
+        f"dataset {name!r}: mean and std must have length {size} and be finite, and std must be "
+        f"above 0, but they are {mean} and {std}"
     )
 
 

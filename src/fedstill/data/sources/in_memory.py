@@ -34,7 +34,6 @@ from fedstill.data.dataset import (
     ReadingOptions,
     ReadRequest,
     as_dataset,
-    with_tuples,
 )
 from fedstill.data.sources.files import SPLITS, BySplit, names_by_split, split_of_name
 from fedstill.data.sources.image_sets import read_frames
@@ -419,7 +418,7 @@ def _dataset_of_columns(python_data: _PythonData) -> Dataset:
 def _read_request(python_data: _PythonData) -> ReadRequest:
     """The read request of the user's fields; a mapping from clients sets the column of owners."""
     name = python_data.name
-    fields = with_tuples(python_data.fields)
+    fields = dict(python_data.fields)
     if python_data.clients:
         if "owner" in fields:
             raise ConfigError(f"dataset {name!r}: the keys of data are the clients; remove owner")
@@ -429,11 +428,6 @@ def _read_request(python_data: _PythonData) -> ReadRequest:
             f"dataset {name!r}: data from Python have no files; set owner to a column of clients, "
             "or pass a mapping from clients to their data"
         )
-    categorical = python_data.fields.get("categorical", ())
-    if isinstance(categorical, Mapping):
-        fields["categorical"] = with_tuples(list(categorical.items()))
-    elif all(isinstance(column, str) for column in categorical):
-        fields["categorical"] = tuple((column, ()) for column in categorical)
     return request_of_fields(fields)
 
 

@@ -5,14 +5,13 @@ the Hugging Face hub.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +25,7 @@ from fedstill.core.errors import (
     UnknownName,
     on_one_line,
 )
-from fedstill.core.fields import Count, kind_text, plain_value
+from fedstill.core.fields import Count, kind_text, plain_value, problem
 from fedstill.core.files import named_path
 from fedstill.core.process_settings import process_settings
 from fedstill.core.registry import Entry, lookup, register, short_name
@@ -41,6 +40,7 @@ from fedstill.data.dataset import (
     ReadRequest,
     Split,
     as_dataset,
+    with_tuples,
 )
 from fedstill.data.sources import catalog
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
@@ -67,10 +67,10 @@ from fedstill.data.sources.tables import (
 )
 from fedstill.data.sources.verification import decoded_once
 
-OPTION_FIELDS = tuple(field.name for field in dataclasses.fields(ReadingOptions))
-"""Fields of ``load_dataset`` on the conversion of columns to examples."""
+OPTION_TYPES = get_type_hints(ReadingOptions)
+"""Fields of ``load_dataset`` on the conversion of columns to examples, and their types."""
 
-FIELDS = ("broken", "image_column", "label_column", "mean", "mode", "size", "std", *OPTION_FIELDS)
+FIELDS = ("broken", "image_column", "label_column", "mean", "mode", "size", "std", *OPTION_TYPES)
 """Fields of ``load_dataset`` for data that are not registered."""
 
 UNPACKERS = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
@@ -267,8 +267,18 @@ def request_of_fields(
     *,
     has_checksums: bool = False,
 ) -> ReadRequest:
-    """The read request of the fields of ``load_dataset``; options: defaults of the others."""
-    named = {key: value for key, value in fields.items() if key in OPTION_FIELDS}
+    """The read request of the fields of ``load_dataset``; options: defaults of the others.
+
+    Raises ConfigError for a field of a wrong type.
+    """
+    named = {key: with_tuples(value) for key, value in fields.items() if key in OPTION_TYPES}
+    if "categorical" in named:
+        named["categorical"] = _with_categories(named["categorical"])
+    for name, value in named.items():
+        fault = problem(OPTION_TYPES[name], value)
+        if fault:
+            key = CONFIG_KEYS.get(name, name)
+            raise ConfigError(f"data.{key} = {fault}; correct or remove it")
     return ReadRequest(
         image=fields.get("image_column"),
         label=fields.get("label_column"),
@@ -278,6 +288,15 @@ def request_of_fields(
         mode=fields.get("mode"),
         broken=fields.get("broken", "refuse"),
     )
+
+
+def _with_categories(columns: Any) -> Any:
+    """Categorical columns with the categories of each, from a mapping or a list of columns."""
+    if isinstance(columns, Mapping):
+        return tuple(columns.items())
+    if all(isinstance(column, str) for column in columns):
+        return tuple((column, ()) for column in columns)
+    return columns
 
 
 SPREADSHEETS = (".xlsx", ".xls", ".ods")

@@ -673,9 +673,9 @@ class _CandidateColumns:
     def _with_columns(self, options: ReadingOptions) -> ReadingOptions:
         """The options of a table with its columns.
 
-        Raises DataError for a column that is listed twice, and for one that is neither numbers nor
-        categorical. A column that the config names may be empty, as in a CSV file of a site: its
-        numbers are missing.
+        Raises DataError for a column that is listed twice, for a marked column that is no input,
+        and for a column that is neither numbers nor categorical. A column that the config names may
+        be empty, as in a CSV file of a site: its numbers are missing.
         """
         categorical = dict(options.categorical)
         numbers = self._by_kind["table"]
@@ -692,6 +692,11 @@ class _CandidateColumns:
             raise DataError(
                 f"{self.source}: data.columns has {repeated[0]!r} more than once; remove the "
                 "repetition"
+            )
+        if isinstance(options.marks, tuple) and not set(options.marks) <= set(columns):
+            raise DataError(
+                f"{self.source}: data.missing_marks = {list(options.marks)} has a column that is "
+                f"not among the inputs {', '.join(columns)}; correct it"
             )
         for name in columns:
             is_number = name in numbers or pa.types.is_null(self.types[name])

@@ -6,7 +6,7 @@ import contextlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from fedstill.core.errors import ConfigError, DataError
-from fedstill.core.fields import kind_text
+from fedstill.core.fields import CountOrZero, kind_text, problem
 from fedstill.core.keys import drawing_from
 from fedstill.core.process_settings import process_settings
 from fedstill.data.dataset import (
@@ -56,8 +56,16 @@ class TensorFields:
     classes: Sequence[str] | None = None
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
-    vocabulary: int = 0
+    vocabulary: CountOrZero = 0
     kind: Kind | None = None
+
+    def check(self, name: str) -> None:
+        """Raise ConfigError for a vocabulary or kind of a wrong type. ``name``: the data set."""
+        hints = get_type_hints(TensorFields, include_extras=True)
+        for field_name in ("vocabulary", "kind"):
+            fault = problem(hints[field_name], getattr(self, field_name))
+            if fault:
+                raise ConfigError(f"dataset {name!r}: {field_name} = {fault}; correct or remove it")
 
 
 @dataclass(frozen=True)
@@ -230,6 +238,7 @@ def dataset_of_pairs(name: str, data: ClientPairs, fields: TensorFields) -> Data
 
     Raises DataError like ``from_tensors``, and for too few examples to hold any out.
     """
+    fields.check(name)
     splits = {}
     for split in SPLITS:
         if split in data.pairs:
@@ -259,7 +268,7 @@ def _info(name: str, train: NDArray[Any], data: ClientPairs, fields: TensorField
         warnings.append(ambiguous_channels(train))
     if kind == "image" and fields.mean is None:
         warnings.append(unusual_scale(train))
-    return DatasetInfo(kind, fields.vocabulary, owners=data.clients).with_warnings(*warnings)
+    return DatasetInfo(kind, int(fields.vocabulary), owners=data.clients).with_warnings(*warnings)
 
 
 # Checks of pairs.
