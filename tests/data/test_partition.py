@@ -515,6 +515,17 @@ def test_extended_dirichlet_lowers_the_minimum_only_when_asked():
     assert 1 <= min(sizes(parts)) < 10
 
 
+def test_extended_dirichlet_lowers_a_minimum_that_the_examples_do_not_allow():
+    fields = {"clients": 20, "classes_per_client": 2, "alpha": 1.0, "seed": 0}
+    labels = np.arange(100) % 5
+    with pytest.raises(InfeasiblePartition, match="need 200 examples"):
+        p.extended_dirichlet(labels, **fields)
+    parts = p.extended_dirichlet(labels, **fields, lower_min_size=True)
+    assert 1 <= min(sizes(parts)) <= 5
+    with pytest.raises(InfeasiblePartition, match=r"lower clients$"):
+        p.extended_dirichlet(labels[:10], **fields, lower_min_size=True)
+
+
 # The cache of slow splits
 
 

@@ -265,7 +265,12 @@ def extended_dirichlet(  # noqa: PLR0913 - the fields of the partition's config 
     Reading: the official code never draws the assignment again, so it does not terminate for an
     infeasible assignment.
     """
-    check_enough_examples("extended_dirichlet", len(labels), clients, min_size)
+    accepted_sizes = [min_size]
+    if lower_min_size:
+        largest_size = min(min_size, len(labels) // clients)
+        accepted_sizes = list(range(largest_size, 0, -1))
+    smallest_size = min(accepted_sizes, default=1)
+    check_enough_examples("extended_dirichlet", len(labels), clients, smallest_size)
     settings = _DrawSettings(
         examples_of_class=class_indices(labels),
         clients=clients,
@@ -274,10 +279,6 @@ def extended_dirichlet(  # noqa: PLR0913 - the fields of the partition's config 
         max_tries=max_tries,
     )
     stream = legacy_stream(seed)
-    accepted_sizes = [min_size]
-    if lower_min_size:
-        accepted_sizes = list(range(min_size, 0, -1))
-
     tries = 0
     best: _Attempt | None = None
     for accepted_size in accepted_sizes:
