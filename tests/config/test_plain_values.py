@@ -226,6 +226,14 @@ def test_an_override_finds_a_file_beside_the_config_or_else_in_the_working_direc
     assert settings.named.method.name == str(tmp_path / path)
 
 
+@pytest.mark.parametrize("override", ["data.folder=sets", "data={name=digits,folder=sets}"])
+def test_a_folder_of_the_working_directory_is_found_in_a_table_too(
+    override: str, config: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "here" / "sets").mkdir()
+    assert resolve(load(config, (override,))).data.folder == str(tmp_path / "here" / "sets")
+
+
 def test_an_override_that_names_no_file_is_refused(config: Path) -> None:
     with pytest.raises(ConfigError, match="there is no file"):
         resolve(load(config, ("method=nowhere.py",)))

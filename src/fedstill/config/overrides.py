@@ -229,18 +229,18 @@ LONGEST_PATH = 1000
 """Texts of more characters are not paths."""
 
 
-def with_working_directory_paths(value: Any, base: Path | None, is_path: bool = False) -> Any:
+def with_working_directory_paths(value: Any, base: Path | None, key: str = "") -> Any:
     """Typed values in which files of the working directory have absolute paths.
 
     Paths are relative to ``base``, the folder of the config, except those of files that only the
-    working directory has. A text is taken for a path if it has a slash or a dot, if its key is one
-    of ``PATHS``, or if ``is_path`` is set; ``:Name`` may follow the path. Lists and tables are
-    searched, too.
+    working directory has. A text is taken for a path if it has a slash or a dot, or if its dotted
+    key is one of ``PATHS``; ``:Name`` may follow the path. Lists and tables are searched, too.
+    ``key``: the dotted key of the value, empty for values by key.
     """
     if isinstance(value, Mapping):
         return {
-            key: with_working_directory_paths(item, base, key in PATHS)
-            for key, item in value.items()
+            name: with_working_directory_paths(item, base, f"{key}.{name}".removeprefix("."))
+            for name, item in value.items()
         }
     if isinstance(value, (list, tuple)):
         return type(value)(with_working_directory_paths(item, base) for item in value)
@@ -248,6 +248,7 @@ def with_working_directory_paths(value: Any, base: Path | None, is_path: bool = 
         return value
 
     parsed = split_name(value)
+    is_path = key in PATHS
     if is_path:
         parsed = ParsedName(value)
     looks_like_path = is_path or "/" in parsed.path or "." in parsed.path
