@@ -142,6 +142,11 @@ def test_all_columns_of_numbers_are_a_table_where_nothing_is_said(place: Path) -
         ),
         ({}, {"columns": ("sex",)}, "column 'sex' contains text, not numbers"),
         ({}, {"columns": ("alter", "alter")}, "data.columns has 'alter' more than once"),
+        (
+            {},
+            {**WANTED, "categorical": (("pain", (1, 2, 3, "1")),)},
+            "data.categorical has '1' more than once in column 'pain'",
+        ),
         ({}, {"columns": ("weight",)}, "has no column 'weight' among alter"),
         ({}, {"owner": "hospital"}, "has no column 'hospital' among .*; set partition.column"),
         (

@@ -4,6 +4,7 @@ missing values; lists become vectors and series.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -114,11 +115,19 @@ def category_names(
 ) -> tuple[str, ...]:
     """The declared categories of a column, or else those in the training data, in order.
 
-    Raises DataError if there are none, or more than ``MOST_CATEGORIES``.
+    Raises DataError if there are none, or more than ``MOST_CATEGORIES``, and if a category is
+    declared twice.
     """
     check_holds_names(source, column, train.type)
     if declared:
-        return tuple(map(category_name, declared))
+        names = tuple(map(category_name, declared))
+        repeated = [name for name, count in Counter(names).items() if count > 1]
+        if repeated:
+            raise DataError(
+                f"{source}: data.categorical has {repeated[0]!r} more than once in column "
+                f"{column!r}; remove the repetition"
+            )
+        return names
     names = names_in_order(distinct_values(train).values)
     if not 0 < len(names) <= MOST_CATEGORIES:
         raise DataError(

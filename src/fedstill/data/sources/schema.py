@@ -755,7 +755,7 @@ def _toml_key(name: str) -> str:
 def _role(
     field: pa.Field, options: ReadingOptions, label: str, index: Collection[str], *, chosen: bool
 ) -> ColumnRole:
-    """The role of a column. A column that is both input and owner has the role of an input."""
+    """The role of a column."""
     name = field.name
     type_text = type_name(field.type)
     if not name:  # like an option that is not set
