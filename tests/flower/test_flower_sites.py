@@ -568,6 +568,34 @@ def test_a_site_toml_is_read_with_paths_relative_to_it_and_wrong_keys_are_named(
         load_site(path)
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('refuse = ["contribution"]', "unknown measure or metric 'contribution'; did you mean"),
+        ('refuse = ["auc", "acuracy"]', "unknown measure or metric 'acuracy'"),
+        (f'accept = ["{"0" * 64}.toml"]', "which is not a SHA-256 of 64 digits; .* without .toml"),
+    ],
+)
+def test_a_name_that_would_have_no_effect_is_refused(
+    line: str, reason: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "site.toml"
+    path.write_text(f'client = 2\nmemory = "memory"\n{line}\n')
+    with pytest.raises(ConfigError, match=reason):
+        load_site(path)
+
+
+def test_a_site_may_refuse_measures_and_metrics(tmp_path: Path) -> None:
+    path = tmp_path / "site.toml"
+    path.write_text(
+        f'client = 2\nmemory = "m"\nrefuse = ["contributions", "auc", "mylab.own:Measure"]\n'
+        f'accept = ["{"0" * 64}"]\n'
+    )
+    site = load_site(path)
+    assert site.refuse == ("contributions", "auc", "mylab.own:Measure")
+    assert site.accept == ("0" * 64,)
+
+
 @needs_flower
 def test_requests_and_answers_survive_the_wire() -> None:
     state_file = ("client0-round1-stage0.safetensors", "ab")

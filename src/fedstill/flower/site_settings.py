@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from fedstill.config.data_table import absolute_path, resolved_data_name
 from fedstill.config.named_tables import NAMED, texts_in
-from fedstill.config.validation import fields_of_record, schema_of, validated
+from fedstill.config.validation import (
+    fields_of_record,
+    schema_of,
+    unknown_name,
+    validated,
+    wrong_value,
+)
 from fedstill.core import registry
-from fedstill.core.errors import ConfigError
-from fedstill.core.fields import CountOrZero
+from fedstill.core.errors import ConfigError, suggestion
+from fedstill.core.fields import CountOrZero, value_text
 from fedstill.core.files import named_path, read_toml
+from fedstill.core.user_modules import split_name
 from fedstill.data.sources.catalog import KNOWN_FOLDERS
 from fedstill.data.sources.folders import local_folder
+from fedstill.metrics.classification import RECORDED
 
 # The settings of a site: the file ``site.toml`` on a client's machine.
 
@@ -73,12 +82,36 @@ def load_site(path: Path) -> Site:
     values = validated(model, tree, path.name)
     if values["tasks"] and values["time_column"]:
         raise ConfigError(f"{path}: tasks and time_column both define tasks; remove one of them")
+    _check_accepted_names(f"{path.name}.accept", values["accept"] or ())
+    _check_refused_names(f"{path.name}.refuse", values["refuse"])
     for key in ("data", "public"):
         values[key] = _resolved_data(values[key], path.parent, key)
     if values["tokenizer"]:
         values["tokenizer"] = str(absolute_path(values["tokenizer"], path.parent, "tokenizer"))
     values["memory"] = absolute_path(values["memory"], path.parent, "memory")
     return Site(**values)
+
+
+SHA_256 = re.compile(r"[0-9a-f]{64}")
+
+
+def _check_accepted_names(key: str, names: Iterable[str]) -> None:
+    """Raise WrongConfig for a name that no config has."""
+    for name in names:
+        if not SHA_256.fullmatch(name):
+            raise wrong_value(
+                key,
+                f"has {value_text(name)}, which is not a SHA-256 of 64 digits",
+                "write the name of a file in the folder offered of its memory, without .toml",
+            )
+
+
+def _check_refused_names(key: str, names: Iterable[str]) -> None:
+    """Raise WrongConfig for a name that no measure and no metric has."""
+    known = [*registry.names("measure"), *RECORDED]
+    for name in names:
+        if not split_name(name).is_code and name not in known:
+            raise unknown_name(key, "measure or metric", name, suggestion(name, known))
 
 
 def _resolved_data(name: str, folder: Path, key: str) -> str:
