@@ -73,6 +73,22 @@ def test_only_what_did_not_arrive_is_asked_again(
     assert len(questions) == (3 if kind is NotListening else 1)
 
 
+def test_a_command_that_waits_for_the_server_says_so_once_and_can_be_stopped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    stops = iter([False, False, True])
+
+    def ask() -> None:
+        raise NotListening("the server cannot be reached")
+
+    with pytest.raises(KeyboardInterrupt):
+        when_it_listens(ask, 60.0, lambda: next(stops))
+
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith("the server cannot be reached; trying again for 60 s")
+
+
 def answers(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     """A server that answers questions about runs with this HTTP status."""
     request = httpx.Request("POST", "http://fed")

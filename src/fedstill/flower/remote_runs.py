@@ -189,7 +189,9 @@ class FlowerRuns:
         values = {"config": config, "out": str(folder.resolve()), "resume": resume}
         control = Control.of(federation)
         announcer = _RoundAnnouncer(folder, settings.rounds, watch, announced=len(_rounds(folder)))
-        run = when_it_listens(lambda: control.start(federation.app, values), START_SECONDS)
+        run = when_it_listens(
+            lambda: control.start(federation.app, values), START_SECONDS, watch.stop
+        )
         watch.started(folder, 1 + announcer.announced)
         return _follow(control, run, announcer, OfflineSites(federation, control))
 

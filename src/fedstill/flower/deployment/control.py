@@ -17,7 +17,7 @@ import tomli_w
 
 from fedstill.core.errors import ConfigError, DeployFailed
 from fedstill.core.files import make_folder, read_toml, write_whole
-from fedstill.flower import check_flower_installed
+from fedstill.flower import check_flower_installed, say
 from fedstill.flower.deployment.folder import Federation, client_of_key
 from fedstill.flower.deployment.gate import KEY_HEADER
 from fedstill.flower.deployment.reach import bypass_proxies, host_of, is_temporary, problem
@@ -312,20 +312,29 @@ def trusting(authority: bytes | None) -> tuple[str, ssl.SSLContext | bool]:
     return "https", context
 
 
-def when_it_listens(ask: Callable[[], T], seconds: float) -> T:
+def when_it_listens(
+    ask: Callable[[], T], seconds: float, is_stopped: Callable[[], bool] = lambda: False
+) -> T:
     """The answer to a request, which is repeated for some seconds if the server cannot be reached
-    (yet).
+    (yet). The reason is printed once.
 
     A request that may have arrived is not repeated, because the server could start a run twice.
+    ``is_stopped``: whether to stop waiting, by KeyboardInterrupt.
     """
     until = time.monotonic() + seconds
+    is_waiting = False
     while True:
         try:
             return ask()
-        except NotListening:
+        except NotListening as error:
             if time.monotonic() >= until:
                 raise
-            time.sleep(1.0)
+            if not is_waiting:
+                say(f"{error}; trying again for {seconds:.0f} s")
+        if is_stopped():
+            raise KeyboardInterrupt
+        is_waiting = True
+        time.sleep(1.0)
 
 
 def site_states(federation: Federation, control: Control) -> list[SiteStatus]:
