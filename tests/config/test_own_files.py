@@ -191,6 +191,24 @@ def test_a_name_that_cannot_be_imported_at_all_is_named(
         resolve(load(folder / "run.toml").with_values({"method": UNNAMED[case]}, "test"))
 
 
+NO_MODEL = {
+    "objects.py": (
+        "from torch import nn\nclass Net(nn.Module):\n    pass\nnet = Net()\n",
+        "registers no model; name the one to use: objects.py:Net",
+    ),
+    "nothing.py": ("", "'nothing.py': the file defines no class or function; define the model"),
+}
+
+
+@pytest.mark.parametrize("file", NO_MODEL)
+def test_a_file_that_registers_nothing_is_refused_with_what_it_defines(
+    file: str, folder: Path
+) -> None:
+    text, message = NO_MODEL[file]
+    (folder / file).write_text(text)
+    assert message in problem(folder, f"model={file}")
+
+
 BROKEN = {
     "syntax": ("def (", "SyntaxError"),
     "raises": ("raise ValueError('first\\nsecond')", "ValueError: first"),

@@ -480,8 +480,12 @@ def _ambiguity(
     kind: str, file: str, module: ModuleType, registered: Sequence[Callable[..., Any]]
 ) -> str:
     """A message for a file that registers several classes or functions of a kind, or none."""
-    targets = registered or [value for value in vars(module).values() if callable(value)]
+    # An object of a user's class may be callable, too, but has no name.
+    named = [value for value in vars(module).values() if hasattr(value, "__name__")]
+    targets = registered or named
     choices = [f"{file}:{t.__name__}" for t in targets if _is_defined_in(t, module)]
+    if not choices:
+        return f"{kind} {file!r}: the file defines no class or function; define the {kind} there"
     count = f"no {kind}"
     if registered:
         count = f"{len(registered)} {kind}s"
