@@ -16,6 +16,7 @@ from fedstill.config.resolve import resolve
 from fedstill.core import registry
 from fedstill.core.errors import ConfigError, CorruptFile, UntrustedCode
 from fedstill.core.user_modules import source_digest
+from fedstill.data.sources import load_dataset
 from fedstill.running.compare import variants
 from fedstill.running.directory import settings_of
 from fedstill.running.journal import read_journal
@@ -189,6 +190,50 @@ def test_a_name_that_cannot_be_imported_at_all_is_named(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError):
         resolve(load(folder / "run.toml").with_values({"method": UNNAMED[case]}, "test"))
+
+
+ONLY_FOR_CHECKERS = """
+from __future__ import annotations
+from typing import TYPE_CHECKING
+import fedstill
+import numpy as np
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from numpy.typing import NDArray
+    from fedstill.data.dataset import Dataset
+
+def data(folder: Path | None = None) -> Dataset:
+    examples = torch.zeros(60, 1, 4, 4, dtype=torch.uint8), torch.arange(60) % 3
+    return fedstill.from_tensors("own", examples, examples)
+
+def net(num_classes: int, hidden: int = 8) -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, hidden), nn.Linear(hidden, num_classes))
+
+def split(labels: NDArray, clients: int) -> list[NDArray]:
+    return [np.arange(client, len(labels), clients) for client in range(clients)]
+"""
+
+
+def test_annotations_that_no_field_needs_may_be_for_type_checkers_only(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("rounds = 1\ntopology = { clients = 2 }\n")
+    (tmp_path / "typed.py").write_text(ONLY_FOR_CHECKERS)
+    names = {"data": "data", "model": "net", "partition": "split"}
+    overrides = tuple(f"{kind}=typed.py:{name}" for kind, name in names.items())
+
+    prepared = prepare(resolve(load(tmp_path / "run.toml", overrides)))
+
+    assert prepared.world.classes == 3
+    assert prepared.settings.named.model.values == {"hidden": 8}
+
+
+def test_a_parameter_of_a_data_function_with_an_unknown_type_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "typed.py"
+    file.write_text(ONLY_FOR_CHECKERS.replace("folder:", "root:"))
+    with pytest.raises(ConfigError, match=r"typed\.py:data' has fields that cannot .* 'Path'"):
+        load_dataset(f"{file}:data")
 
 
 NO_MODEL = {

@@ -183,13 +183,8 @@ def schema_of_name(kind: str, name: str, base: Path | None) -> Schema:
 @functools.lru_cache(maxsize=1024)
 def _schema_of_entry(entry: registry.Entry, name: str) -> Schema:
     """The schema of an entry. ``name``: the name in the config, for messages."""
-    try:
-        fields = dict(descriptions.fields(entry))
-        is_seeded = entry.kind == "partition" and "seed" in _partition_parameters(entry)
-    except (NameError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{entry.kind} {name!r} has fields that cannot be read: {on_one_line(error)}"
-        ) from error
+    fields = dict(descriptions.fields(entry))
+    is_seeded = entry.kind == "partition" and "seed" in _partition_parameters(entry)
     if entry.kind == "model":
         fields = _settable(fields)
     if entry.kind == "partition":

@@ -13,13 +13,14 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import is_dataclass
 from itertools import pairwise
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, get_type_hints
 
-from fedstill.core.registry import Entry
+from fedstill.core.errors import ConfigError, on_one_line
+from fedstill.core.registry import Entry, short_name
 
 SUPPLIED_PARAMETERS = {
     "partition": {"labels", "clients", "groups", "seed"},
@@ -43,19 +44,54 @@ def summary(entry: Entry) -> str:
 def fields(entry: Entry) -> Mapping[str, tuple[Any, Any]]:
     """The annotation and the default of each field that a config can set, by name. The default of
     a required field is ``...``.
+
+    Raises ConfigError if they cannot be read.
     """
-    hints = get_type_hints(_annotated(entry.target), include_extras=True)
-    supplied = SUPPLIED_PARAMETERS.get(entry.kind, set())
+    try:
+        parameters = _settable_parameters(entry)
+        hints = _hints(entry.target, parameters)
+    except (NameError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{entry.kind} {short_name(entry.name)!r} has fields that cannot be read: "
+            f"{on_one_line(error)}"
+        ) from error
     settable = {}
-    for name, parameter in inspect.signature(entry.target).parameters.items():
-        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if name in supplied or is_variadic:
-            continue
+    for name, parameter in parameters.items():
         default = parameter.default
         if default is parameter.empty:
             default = ...
         settable[name] = (hints.get(name, Any), entry.preset.get(name, default))
     return settable
+
+
+def _settable_parameters(entry: Entry) -> dict[str, inspect.Parameter]:
+    """The parameters that a config can set."""
+    supplied = SUPPLIED_PARAMETERS.get(entry.kind, set())
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {
+        name: parameter
+        for name, parameter in inspect.signature(entry.target).parameters.items()
+        if name not in supplied and parameter.kind not in variadic
+    }
+
+
+def _hints(target: Any, parameters: Collection[str]) -> Mapping[str, Any]:
+    """The annotations of a dataclass, or of some parameters of a function.
+
+    Other annotations of a function may be names that only exist for type checkers.
+    """
+    annotated = _annotated(target)
+    if inspect.isclass(annotated):
+        return get_type_hints(annotated, include_extras=True)
+    function = inspect.unwrap(annotated)
+    annotations = {
+        name: hint for name, hint in inspect.get_annotations(function).items() if name in parameters
+    }
+    return get_type_hints(
+        SimpleNamespace(__annotations__=annotations),
+        getattr(function, "__globals__", {}),
+        include_extras=True,
+    )
 
 
 def _annotated(target: Any) -> Any:
