@@ -331,6 +331,14 @@ def test_where_no_lock_can_be_written_what_is_kept_serves_and_one_line_warns(
     assert record.getMessage() == warning
 
 
+def test_a_cache_folder_may_be_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FEDSTILL_CACHE", "~/cache")
+    assert cache_folder() == tmp_path / "cache"
+
+
 def test_a_cache_folder_that_is_a_file_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

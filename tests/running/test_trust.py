@@ -175,6 +175,17 @@ def test_modules_of_a_folder_in_site_packages_are_checked_too(
     assert not marker.exists()
 
 
+def test_the_list_of_trusted_code_may_be_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("FEDSTILL_STATE", "~/state")
+    user_modules._note_trusted({"0" * 64})
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert user_modules._trusted() == {"0" * 64}
+
+
 def test_trusted_code_of_another_config_is_not_trusted(own_run: Path) -> None:
     """A stranger may name the user's own file, with other arguments."""
     config = own_run / "config.toml"

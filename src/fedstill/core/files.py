@@ -396,7 +396,7 @@ def cache_folder() -> Path:
     """
     from platformdirs import user_cache_dir  # lazy, because most commands need no cache
 
-    folder = Path(os.environ.get(CACHE) or user_cache_dir("fedstill"))
+    folder = named_path(os.environ.get(CACHE) or user_cache_dir("fedstill"))
     with contextlib.suppress(PermissionError):
         if folder.is_file():
             raise ConfigError(

@@ -42,6 +42,7 @@ from fedstill.core.files import (
     check_windows_path,
     digest,
     make_folder,
+    named_path,
     open_to_append,
     open_to_read,
     read_file,
@@ -366,7 +367,7 @@ def _identity_of_installed(module: str) -> str:
 
 def _trusted_file() -> Path:
     folder = os.environ.get(STATE) or user_state_dir("fedstill", appauthor=False)
-    return Path(folder) / TRUSTED
+    return named_path(folder) / TRUSTED
 
 
 def _trusted() -> set[str]:
