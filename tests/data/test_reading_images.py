@@ -407,6 +407,13 @@ def test_skipped_images_leave_labels_and_owners_in_step(place: Path) -> None:
     assert examples_digest(data.test) == examples_digest(same.test)
 
 
+def test_an_image_without_an_owner_has_its_row_in_the_file(place: Path) -> None:
+    images: list[bytes | None] = [BAD, None, *numbered(8)]
+    owners = [None if row in (0, 7) else "site" for row in range(10)]
+    name = table(place / "rows", images, label=[0, 1] * 5, owner=owners)
+    assert "example 7 has no owner" in message(name, broken="skip", owner="owner")
+
+
 def test_skipped_images_in_folders_leave_clients_in_step(place: Path) -> None:
     images = numbered(10)
     folder(place / "mine/north", images)

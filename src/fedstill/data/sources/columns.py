@@ -620,11 +620,16 @@ class Owners:
 
 
 def owners_of(
-    source: str, tables: Tables, column: str, frames: Mapping[str, Frame] = MappingProxyType({})
+    source: str,
+    tables: Tables,
+    column: str,
+    frames: Mapping[str, Frame] = MappingProxyType({}),
+    positions: Mapping[str, NDArray[np.int64]] = MappingProxyType({}),
 ) -> Owners:
     """The owners in a column: numbers in ascending order, texts in alphabetical order.
 
-    frames: the frames of the tables, for messages. Raises DataError for a row without an owner.
+    frames: the frames of the tables, for messages. positions: the row of each owner in its split,
+    for tables that lack some rows. Raises DataError for a row without an owner.
     """
     by_split = {split: distinct_values(table[column]) for split, table in tables.items()}
     names: list[Any] = []
@@ -633,6 +638,8 @@ def owners_of(
         unowned = np.flatnonzero(distinct.codes < 0)
         if len(unowned):
             row = int(unowned[0])
+            if split in positions:
+                row = int(positions[split][row])
             hint = missing_text_hint(frames.get(split), column, row)
             raise DataError(
                 f"{source}, {split}: example {row} has no owner in column {column!r}; {hint}add it"

@@ -100,7 +100,8 @@ def decoded_images(
             split: owner_tables[split].take(pa.array(rows.positions))
             for split, rows in splits.items()
         }
-        owners = owners_of(source, tables, request.options.owner)
+        positions = {split: rows.positions for split, rows in splits.items()}
+        owners = owners_of(source, tables, request.options.owner, positions=positions)
 
     raw = {}
     for split, rows in splits.items():
