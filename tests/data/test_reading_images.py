@@ -22,6 +22,7 @@ from PIL import Image, ImageFile, ImageOps, TiffImagePlugin
 
 import fedstill
 from fedstill.cli import call
+from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError, DataError
 from fedstill.data.dataset import FILE, Dataset, ReadRequest, examples_digest
 from fedstill.data.sources import images as image_decoding
@@ -412,6 +413,15 @@ def test_an_image_without_an_owner_has_its_row_in_the_file(place: Path) -> None:
     owners = [None if row in (0, 7) else "site" for row in range(10)]
     name = table(place / "rows", images, label=[0, 1] * 5, owner=owners)
     assert "example 7 has no owner" in message(name, broken="skip", owner="owner")
+
+
+def test_the_default_network_for_a_column_of_images_takes_images(place: Path) -> None:
+    columns = {"image": numbered(4), "age": [1, 2, 3, 4], "label": [0, 1, 0, 1]}
+    pq.write_table(pa.table(columns), place / "patients.parquet")
+    data = {"name": str(place / "patients.parquet")}
+    assert resolve(fedstill.Experiment(data=data)).named.model.name == "mlp"
+    images = {**data, "image_column": "image"}
+    assert resolve(fedstill.Experiment(data=images)).named.model.name == "cnn"
 
 
 def test_skipped_images_in_folders_leave_clients_in_step(place: Path) -> None:

@@ -170,6 +170,8 @@ def default_model(experiment: Experiment, data: DataTable, flower: FlowerTable) 
         return DIGITS_MODEL
     if data.name == NO_DATA and flower.data == "sites":
         return DEFAULT_MODELS[unseen_kind(data, flower)]
+    if data.image_column:
+        return DEFAULT_MODELS["image"]
 
     form = dict(data.form)
     # The column of owners or of tasks is not a part of the examples.
