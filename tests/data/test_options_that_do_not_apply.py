@@ -16,6 +16,8 @@ from PIL import Image
 
 import fedstill
 from fedstill.core.errors import ConfigError, DataError
+from fedstill.data.dataset import FILE
+from fedstill.data.partition import column
 from fedstill.data.sources import load_dataset
 
 ROWS = 24
@@ -78,6 +80,54 @@ def test_a_size_is_refused_for_arrays_of_pixels(tmp_path: Path) -> None:
     np.savez(tmp_path / "mine.npz", train_images=pixels, train_labels=np.array(LABELS))
     with pytest.raises(DataError, match=r"data\.size"):
         load_dataset(tmp_path / "mine.npz", size=8)
+
+
+@pytest.fixture(params=["folder", "archive"])
+def images(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Images without columns, in folders by class or in an archive."""
+    pixels = np.zeros((ROWS, 4, 4), np.uint8)
+    if request.param == "archive":
+        np.savez(tmp_path / "mine.npz", train_images=pixels, train_labels=np.array(LABELS))
+        return tmp_path / "mine.npz"
+    for row, label in enumerate(LABELS):
+        folder = tmp_path / "mine" / str(label)
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels[row]).save(folder / f"{row}.png")
+    return tmp_path / "mine"
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"missing": "drop"}, "data.missing = 'drop'"),
+        ({"marks": True}, "data.missing_marks"),
+        ({"missing_values": [-1]}, "data.missing_values"),
+        ({"decimal": ","}, "data.decimal"),
+        ({"label_column": "label"}, "data.label_column"),
+        ({"image_column": "image"}, "data.image_column"),
+        ({"owner": "site"}, "no column 'site'"),
+    ],
+)
+def test_options_of_columns_are_refused_for_images_without_columns(
+    options: dict[str, Any], key: str, images: Path
+) -> None:
+    assert len(load_dataset(images).train)
+    with pytest.raises(DataError, match=key):
+        load_dataset(images, **options)
+
+
+def test_files_are_no_clients_if_all_examples_are_in_one(tmp_path: Path) -> None:
+    pixels = np.zeros((ROWS, 4, 4), np.uint8)
+    np.savez(tmp_path / "mine.npz", train_images=pixels, train_labels=np.array(LABELS))
+    with pytest.raises(DataError, match=r"partition\.column = '<file>'"):
+        load_dataset(tmp_path / "mine.npz", owner=FILE)
+
+
+def test_a_column_that_the_data_lack_is_named_by_the_partition() -> None:
+    with pytest.raises(
+        DataError, match=r"partition\.column = 'site', but the data have no clients"
+    ):
+        column([0, 1], clients=2, groups=None, column="site")
 
 
 NOT_IMAGES = r"column 'age' holds .*data\.image_column"

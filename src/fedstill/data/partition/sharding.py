@@ -261,7 +261,12 @@ def column(  # noqa: PLR0913 - the fields of the partition's config table
     such a column.
     """
     # Preparation of a run reads these keys of [partition] from the settings.
-    del clients, column, own_test, own_test_take, pool
+    del clients, own_test, own_test_take, pool
+    if groups is None and column:
+        raise DataError(
+            f"partition.column = {column!r}, but the data have no clients; use a table with this "
+            "column, pass the data by client, or set another partition.kind"
+        )
     if groups is None:
         raise DataError(
             "partition.kind = 'column' needs a column of clients; set partition.column to its name"

@@ -28,6 +28,7 @@ from fedstill.data.sources.files import (
     table_files_by_split,
 )
 from fedstill.data.sources.image_sets import (
+    check_no_columns,
     check_not_encoded,
     is_idx,
     labels_in_table,
@@ -94,8 +95,7 @@ def read_data_file(name: str, path: Path, request: ReadRequest) -> Decoded:
     def read() -> Decoded:
         if has_suffix(path, TABLE_SUFFIXES):
             return read_table_files(path.parent, {"train": [path]}, request)
-        check_images_only(str(path), request)
-        check_not_encoded(str(path), request)
+        _check_arrays_only(path, request)
         return read_npz(path)
 
     folder = path.parent
@@ -163,11 +163,11 @@ def _decoded_images(place: Path, files: Sequence[Path], request: ReadRequest) ->
 
     Raises DataError if there are several NPZ archives.
     """
-    check_images_only(str(place), request)
     archives = [path for path in files if path.parent == place and has_suffix(path, {".npz"})]
     if not is_idx(place) and not archives:
+        check_images_only(str(place), request)
         return read_image_folder(place, files, request)
-    check_not_encoded(str(place), request)
+    _check_arrays_only(place, request)
     if is_idx(place):
         return read_idx(place)
     if len(archives) > 1:
@@ -180,6 +180,19 @@ def _decoded_images(place: Path, files: Sequence[Path], request: ReadRequest) ->
     if images:
         warning = f"ignored because there is {archives[0].name}: {file_list(images)}"
     return read_npz(archives[0]).with_warnings(warning)
+
+
+def _check_arrays_only(place: Path, request: ReadRequest) -> None:
+    """Raise DataError for keys that do not apply to the arrays of IDX and NPZ files."""
+    source = str(place)
+    check_images_only(source, request)
+    check_not_encoded(source, request)
+    check_no_columns(source, request)
+    if request.options.owner == FILE:
+        raise DataError(
+            f"partition.column = {FILE!r} makes each file a client, but {source} holds all "
+            "examples in arrays; remove it"
+        )
 
 
 def find_table_files(place: Path, files: Sequence[Path]) -> FileSplits:

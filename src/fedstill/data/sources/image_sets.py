@@ -219,6 +219,27 @@ def check_not_encoded(source: str, request: ReadRequest) -> None:
             )
 
 
+def check_no_columns(source: str, request: ReadRequest) -> None:
+    """Raise DataError if keys on columns are set although the data have none."""
+    options = request.options
+    if options.owner not in ("", FILE):
+        raise DataError(
+            f"{source} has no columns, so it has no column {options.owner!r}; write parquet files "
+            "with this column, or put images into folders of clients and set partition.column = "
+            f"{FILE!r}"
+        )
+    keys = {
+        "data.image_column": request.image,
+        "data.label_column": request.label,
+        "data.missing_values": options.missing_values,
+    }
+    for key, value in keys.items():
+        if value:
+            raise DataError(
+                f"{key} is only for data with columns, which {source} does not have; remove it"
+            )
+
+
 # Images in folders named after their class.
 
 
@@ -235,6 +256,7 @@ def read_image_folder(place: Path, files: Sequence[Path], request: ReadRequest) 
     Raises DataError if there are no images, if an image cannot be read, or if the classes are in a
     table.
     """
+    check_no_columns(str(place), request)
     images = [path for path in files if has_suffix(path, IMAGE_SUFFIXES)]
     images.sort(key=lambda path: nfc(path.as_posix()))
     if not images:

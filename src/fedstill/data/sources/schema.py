@@ -424,6 +424,9 @@ def check_images_only(source: str, request: ReadRequest) -> None:
         "data.input_column": options.input,
         f"data.kind = {options.kind!r}": options.kind not in ("auto", "image"),
         "data.split_column": options.split_column,
+        f"data.missing = {options.missing!r}": options.missing != ReadingOptions.missing,
+        "data.missing_marks": options.marks,
+        "data.decimal": options.decimal != ReadingOptions.decimal,
         **_text_keys(options),
         "data.length": options.length,
     }
