@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fedstill.core.errors import ConfigError, DataError
-from fedstill.data.dataset import Dataset, ReadingOptions
+from fedstill.data.dataset import FILE, Dataset, ReadingOptions
 from fedstill.data.sources import from_clients, from_tensors, load, load_dataset
 from fedstill.data.sources.folders import likely_kind
 
@@ -438,6 +438,16 @@ def test_the_hub_gives_what_files_of_the_same_columns_give(
     assert in_files.about == on_hub.about
     assert torch.equal(in_files.train.values, on_hub.train.values)
     assert torch.equal(in_files.test.labels, on_hub.test.labels)
+
+
+def test_files_of_the_hub_are_no_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    stream = datasets.Dataset.from_dict({"text": ["a b"] * 10, "label": [0, 1] * 5})
+    monkeypatch.setattr(load, "_check_hub_has", lambda name, remedy: None)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, streaming: {"train": stream})
+    with pytest.raises(DataError, match=r"no files of clients; set partition\.column"):
+        load_dataset("somebody/data", owner=FILE)
 
 
 def test_splits_of_the_hub_that_mean_the_same_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

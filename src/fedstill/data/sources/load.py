@@ -34,6 +34,7 @@ from fedstill.core.user_modules import split_name
 from fedstill.data.dataset import (
     CONFIG_KEYS,
     DEFAULT_OPTIONS,
+    FILE,
     Dataset,
     Decoded,
     ReadingOptions,
@@ -467,8 +468,13 @@ def read_hub(name: str, request: ReadRequest, remedy: str) -> Decoded:
     """Read a data set of the Hugging Face hub.
 
     Raises DataAbsent with ``remedy`` if the hub does not answer or does not have the data set, and
-    DataError if it cannot be read, or has two splits of the same kind.
+    DataError if it cannot be read, has two splits of the same kind, or files are to be clients.
     """
+    if request.options.owner == FILE:
+        raise DataError(
+            f"hub dataset {name!r}: data on the hub have no files of clients; set partition.column "
+            "to a column of clients"
+        )
     _check_hub_has(name, remedy)
     with _hub_errors(f"hub dataset {name!r}", remedy):
         import datasets
