@@ -121,7 +121,7 @@ def category_names(
     check_holds_names(source, column, train.type)
     if declared:
         names = tuple(map(category_name, declared))
-        repeated = [name for name, count in Counter(names).items() if count > 1]
+        repeated = repeated_names(names)
         if repeated:
             raise DataError(
                 f"{source}: data.categorical has {repeated[0]!r} more than once in column "
@@ -135,6 +135,11 @@ def category_names(
             f"{MOST_CATEGORIES:,}; remove it"
         )
     return names
+
+
+def repeated_names(names: Iterable[str]) -> list[str]:
+    """The names that occur more than once, in order."""
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def check_holds_names(source: str, column: str, arrow_type: pa.DataType) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +16,7 @@ from fedstill.core.errors import DataError
 from fedstill.core.fields import nfc
 from fedstill.core.files import shortened_list
 from fedstill.data.dataset import FILE, PLURALS, Kind, ReadingOptions, ReadRequest
+from fedstill.data.encoding import repeated_names
 
 # Types of columns.
 
@@ -690,7 +690,7 @@ class _CandidateColumns:
                 f"{self.source}: no column holds numbers, among {', '.join(self.types) or 'none'}; "
                 "list the columns of a table in data.columns and data.categorical"
             )
-        repeated = [name for name, count in Counter(columns).items() if count > 1]
+        repeated = repeated_names(columns)
         if repeated:
             raise DataError(
                 f"{self.source}: data.columns has {repeated[0]!r} more than once; remove the "

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from fedstill.core.errors import DataError, on_one_line
 from fedstill.core.fields import nfc
 from fedstill.data.dataset import DEFAULT_OPTIONS, FILE, ReadingOptions, Value
-from fedstill.data.encoding import category_name
+from fedstill.data.encoding import category_name, repeated_names
 from fedstill.data.sources.files import EXAMPLE_BYTES, check_ratio, check_size, file_errors
 from fedstill.data.sources.schema import (
     NUMBER,
@@ -201,9 +201,9 @@ def stored_names(schema: pa.Schema) -> dict[str, str]:
 
 
 def _check_unique(source: Path | str, names: Sequence[str]) -> None:
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise DataError(f"{source} has two columns named {twice[0]!r}; rename one of them")
+    repeated = repeated_names(names)
+    if repeated:
+        raise DataError(f"{source} has two columns named {repeated[0]!r}; rename one of them")
 
 
 # Parquet files.
