@@ -24,10 +24,19 @@ from fedstill.methods.fedavg import FedAvg
 from fedstill.report.table_files import run_frames
 from fedstill.running.recording import Quiet
 from fedstill.running.replay import Replay
+from fedstill.running.result import Result
 from fedstill.running.runner import resume, run
 from fedstill.running.runs import find, read_run
 from forking import SETTINGS
-from run_bits import StopAfter, UninterruptedBits, assert_same_bits, before_round_1, bits, stopped
+from run_bits import (
+    StopAfter,
+    StoppedCopy,
+    UninterruptedBits,
+    assert_same_bits,
+    before_round_1,
+    bits,
+    stopped,
+)
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 
@@ -334,3 +343,8 @@ def test_a_method_draws_the_same_start_in_a_resumed_run_and_in_a_replay(tmp_path
     with Replay.of_round(tmp_path / "whole", 1, toys.blobs()).session() as session:
         *_, last = session.rounds()
     assert same_bits(uninterrupted.model, last.params)
+
+
+def test_an_unfinished_run_has_no_result(stopped_copy: StoppedCopy) -> None:
+    with pytest.raises(CorruptFile, match=r"not finished.*fedstill resume"):
+        Result.of(stopped_copy("parallel"))

@@ -227,8 +227,8 @@ class Result:
 
     @staticmethod
     def of(folder: Path | str) -> Result:
-        """Read the result from the directory of a finished run; raises CorruptFile if a file is
-        damaged or missing.
+        """Read the result from the directory of a finished run; raises CorruptFile if the run is
+        not finished, and if a file is damaged or missing.
         """
         folder = named_path(folder)
         events = journals.read_journal(folder / JOURNAL)
@@ -317,6 +317,11 @@ NUMBERS_OF_CLIENTS = {
 def _read_summary(folder: Path) -> dict[str, Any]:
     """Read the summary of a finished run; raises CorruptFile if it is invalid."""
     path = folder / SUMMARY
+    if not journals.is_finished(folder):
+        raise CorruptFile(
+            f"{folder} has no {SUMMARY}, so the run is not finished; continue with "
+            f"`fedstill resume {in_shell(folder)}`, or use fedstill.load_runs"
+        )
     try:
         summary = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError) as error:
