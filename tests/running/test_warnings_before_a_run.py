@@ -40,7 +40,7 @@ def _data(trained: list[int], tested: list[int], names: tuple[str, ...] = NAMES)
     return fedstill.from_tensors("mine", split(trained), split(tested), classes=names)
 
 
-def _warnings(data: Dataset, **changes: object) -> list[str]:
+def _warnings(data: Dataset, /, **changes: object) -> list[str]:
     """The warnings of a run before it begins."""
     values = {"model": "logistic", "partition": "iid", "measure": (), **changes}
     return list(setting_warnings(prepare(resolve(toys.toy(**values)), data)))
@@ -48,6 +48,23 @@ def _warnings(data: Dataset, **changes: object) -> list[str]:
 
 def test_data_with_all_classes_are_passed_over() -> None:
     assert _warnings(_data([0, 1, 2, 3], [0, 1, 2, 3])) == []
+
+
+def test_a_key_about_examples_that_the_run_lacks_is_warned_of() -> None:
+    data = _data([0, 1, 2, 3], [0, 1, 2, 3])
+    (held_out,) = _warnings(data, data={"held_out": "last"})
+    assert "data.held_out" in held_out
+    assert _warnings(data, data={"held_out": "last"}, plan={"validation": 0.2, "epochs": 1}) == []
+
+    (labels,) = _warnings(data, data={"public_labels": False})
+    assert "data.public_labels" in labels
+    assert _warnings(data, data={"public_labels": False, "public": 5}) == []
+
+
+def test_training_images_that_are_public_are_not_resized() -> None:
+    public = {"public": 10, "public_resize": True}
+    (warning,) = _warnings(load_dataset("digits"), data=public, model="digits_cnn")
+    assert "data.public_resize" in warning
 
 
 def test_classes_that_are_not_trained_or_not_tested_are_named() -> None:

@@ -20,6 +20,7 @@ from fedstill.core.method import Method
 from fedstill.core.records import Plan
 from fedstill.data.dataset import Dataset
 from fedstill.metrics.classification import ACCURACY
+from fedstill.running.client_data import NOISE, TRAIN
 from fedstill.running.evaluation import tests_by_class
 from fedstill.running.network_checks import network_warnings
 from fedstill.running.preparation import Prepared
@@ -61,6 +62,7 @@ def setting_warnings(prepared: Prepared) -> Iterator[str]:
     yield from ineffective_plan_keys(world.plans, defaults)
     if settings.on_sites:
         return
+    yield from _ineffective_data_keys(prepared)
     yield from _missing_class_warnings(prepared.dataset)
     yield from _name_warnings(prepared)
     yield from _test_set_warnings(prepared)
@@ -185,6 +187,27 @@ def _ineffective_share(method: Method) -> Iterator[str]:
         f"method.suspected does nothing with method.aggregation = {aggregation!r}; remove it, or "
         f"set method.aggregation = {RULES_WITH_SHARE[0]!r}"
     )
+
+
+def _ineffective_data_keys(prepared: Prepared) -> Iterator[str]:
+    """Warnings about keys of ``[data]`` on examples that the run does not have."""
+    data = prepared.settings.data
+    is_held_out = any(plan.validation for plan in prepared.world.plans.values())
+    if data.held_out is not None and not is_held_out:
+        yield (
+            f"data.held_out = {data.held_out!r} does nothing, because clients hold no examples "
+            "out; remove it, or set plan.validation, for example to 0.1"
+        )
+    if data.public_resize and data.public_from in (TRAIN, NOISE):
+        yield (
+            f"data.public_resize does nothing with data.public_from = {data.public_from!r}; remove "
+            "it, or set data.public_from to other images"
+        )
+    if not data.public_labels and prepared.sites.public is None:
+        yield (
+            "data.public_labels = false does nothing without public examples; remove it, or set "
+            "data.public"
+        )
 
 
 def _missing_class_warnings(data: Dataset) -> Iterator[str]:
