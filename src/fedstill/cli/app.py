@@ -77,7 +77,7 @@ Settings = Annotated[
     tuple[str, ...], _REPEATED, Parameter(name=["--set", "-s"], metavar="KEY=VALUE")
 ]
 Devices = Annotated[tuple[int, ...], _LIST, Parameter(metavar="0,1,...")]
-Jobs = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
+Jobs = Annotated[int | None, Parameter(validator=validators.Number(gte=1, lte=10_000))]
 Kind = Annotated[
     Literal["method", "dataset", "partition", "model", "topology", "measure", "stream"],
     Parameter(converter=_one_kind),
