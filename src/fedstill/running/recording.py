@@ -146,9 +146,9 @@ def run_observers(
     evaluation: Evaluation,
     split: StoredSplit | None,
     *,
-    selection: Selection | None = None,
-    folder: Path | None = None,
-    memory: Memory | None = None,
+    selection: Selection | None,
+    folder: Path,
+    memory: Memory | None,
 ) -> tuple[Observer, ...]:
     """The observers of a run, in their order.
 

@@ -427,8 +427,8 @@ def fit_scaler(
     train: Examples,
     split: ClientSplit | None,
     *,
-    public: Examples | None = None,
-    moments: Moments | None = None,
+    public: Examples | None,
+    moments: Moments | None,
 ) -> Scaler:
     """The scaler for a run's examples; it changes nothing for images, vectors and texts.
 
