@@ -40,6 +40,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("compare small.toml --methods fedavg, fedntd", "--methods fedavg,fedntd"),
         ("compare small.toml --seeds ,", "--seeds"),
         ("compare small.toml --methods , -q", "--methods"),
+        ("compare small.toml --jobs 99999999999", "--jobs"),
         ("compare --methods=fedavg fedntd -q", "--methods fedavg,fedntd"),
         ("compare --methods a.py b.py:Mine", "--methods a.py,b.py:Mine"),
         ("compare small.toml --seeds 1 2 3", "--seeds 1,2,3"),

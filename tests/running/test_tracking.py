@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,20 @@ def test_trackers_change_neither_config_nor_journal(tmp_path: Path) -> None:
 
     run(toys.toy(), tmp_path / "with", toys.blobs(), overwrite=True)
     assert not (tmp_path / "with/trackers.json").exists()
+
+
+def test_a_callback_receives_copies_of_the_events_in_the_journal(tmp_path: Path) -> None:
+    received = []
+
+    def spoil(event: dict[str, Any]) -> None:
+        received.append(deepcopy(event))
+        event["class_accuracy"].clear()
+
+    experiment = toys.toy("fedrep")  # without a common model, the consistency is not a number
+    result = run(experiment, tmp_path / "called", toys.blobs(), on_round=spoil)
+    assert received == result.history
+    alone = run(experiment, tmp_path / "alone", toys.blobs())
+    assert without_times(alone.history) == without_times(result.history)
 
 
 def test_a_run_in_the_working_directory_has_the_name_of_its_folder(

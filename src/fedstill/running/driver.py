@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, ParamSpec, Protocol, TypeVar
@@ -16,7 +17,7 @@ from fedstill import manifest
 from fedstill.config.settings import Settings
 from fedstill.core.checks import checked_return, in_hook
 from fedstill.core.errors import ConfigError
-from fedstill.core.extensions import Engine, Event, Fields, RoundResult, StageResult
+from fedstill.core.extensions import Engine, Event, RoundResult, StageResult
 from fedstill.core.files import digest, read_file, write_whole
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.records import SERVER, Payload, State
@@ -364,10 +365,10 @@ class Driver:
             event = self._record_round(state, number, began)
             self.progress.round(event, last)
             if self.on_round is not None:
-                self.on_round(dict(event))
+                self.on_round(deepcopy(dict(event)))
         return state
 
-    def _record_round(self, state: State, number: int, began: float) -> Fields:
+    def _record_round(self, state: State, number: int, began: float) -> Event:
         ended = time.perf_counter()
         with self._evaluation_draws(number):
             result = self._evaluate(state, number)

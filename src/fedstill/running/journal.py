@@ -114,16 +114,16 @@ class Journal:
         """Whether the file has no event yet."""
         return self._file.tell() == 0
 
-    def write(self, event: str, /, **values: Any) -> None:
-        """Append an event with this name and these fields."""
-        self.append({"event": event, **values})
+    def write(self, event: str, /, **values: Any) -> Event:
+        """Append an event with this name and these fields, and return it as it is written."""
+        return self.append({"event": event, **values})
 
-    def append(self, event: Event) -> None:
-        """Append one event, whose name is in its field ``event``.
+    def append(self, event: Event) -> Event:
+        """Append one event, whose name is in its field ``event``, and return it as it is written.
 
         Numbers that are not finite are written as null.
         """
-        written = json_value(event)
+        written: Event = json_value(event)
         line = json.dumps(written, separators=(",", ":"), allow_nan=False)
         data = memoryview(line.encode() + b"\n")
         self._sum.update(data)
@@ -135,6 +135,7 @@ class Journal:
             raise disk_error(error, self.path) from error
         if self._listener is not None:
             self._listener(written)
+        return written
 
     def sync(self) -> JournalMark:
         """Flush all events to the disk and return the mark of the journal's end."""

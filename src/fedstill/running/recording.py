@@ -257,8 +257,8 @@ class RunRecorder:
         self.append_client_events(result)
         self.journal.sync()
 
-    def round(self, result: RoundResult, elapsed: float, evaluating: float) -> Fields:
-        """Write a finished round, and return its event.
+    def round(self, result: RoundResult, elapsed: float, evaluating: float) -> Event:
+        """Write a finished round, and return its event as it is in the journal.
 
         elapsed: the seconds of its stages. evaluating: the seconds of its evaluation.
         """
@@ -269,9 +269,9 @@ class RunRecorder:
 
         measuring = self._seconds_measuring + evaluating + time.perf_counter() - began
         fields |= self._seconds(elapsed, measuring)
-        self.journal.write("round", **fields)
+        event = self.journal.write("round", **fields)
         self._append_round_events(result)
-        return fields
+        return event
 
     def append_client_events(
         self, result: StageResult, file_fields: Mapping[int, Fields] | None = None
