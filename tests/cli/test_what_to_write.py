@@ -67,6 +67,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("resume -q", "fedstill resume runs/"),
         pytest.param("unlearn", "fedstill unlearn runs/", marks=pytest.mark.uses("unlearning")),
         ("run small.toml --seed 3", "-s seed=3"),
+        ("run small.toml --plan.lr=0.3", "-s plan.lr=0.3"),
         ("run small.toml --device=cuda", "-s device=cuda"),
         ("run small.toml --batch-size 32", "-s plan.batch=32"),
         ("explain small.toml --method fedntd", "-s method=fedntd"),

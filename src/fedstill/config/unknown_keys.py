@@ -332,12 +332,15 @@ class UnknownKey:
 
 
 def key_for(word: str) -> str:
-    """The dotted key that a word alone stands for; empty if no table has it, or several have.
+    """The dotted key that a word stands for, a dotted key itself or the last part of one; empty if
+    no table has it, or several have.
 
     >>> key_for("seed"), key_for("method"), key_for("learning_rate"), key_for("quiet")
     ('seed', 'method', 'plan.lr', '')
+    >>> key_for("topology.clients"), key_for("name")
+    ('topology.clients', '')
     """
-    candidates = _keys_by_last_part({}, None).get(word, [])
+    candidates = _keys_by_last_part({}, None).get(word.rpartition(".")[2], [])
     if word in SYNONYMS:
         candidates = [SYNONYMS[word]]
     if word in candidates or word in NAME_KEYS:  # the name of a table stands for the name in it
