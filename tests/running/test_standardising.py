@@ -17,6 +17,7 @@ from fedstill.config.resolve import resolve
 from fedstill.core.errors import ConfigError
 from fedstill.data.dataset import Dataset, DatasetInfo
 from fedstill.running.preparation import Prepared, prepare
+from fedstill.running.setting_warnings import setting_warnings
 from fedstill.running.standardisation import NO_SPREAD, column_moments
 
 pytestmark = pytest.mark.usefixtures("with_threads")
@@ -167,6 +168,8 @@ def test_without_common_statistics_there_is_no_common_test() -> None:
     for client in range(2):
         rows = run.sites.train.values[run.sites.positions(client)].double().numpy()
         assert np.allclose(rows.mean(0), 0, atol=1e-6)
+    (warning,) = setting_warnings(run)
+    assert "partition.own_test" in warning
 
 
 def test_statistics_may_be_declared_or_those_of_the_public_set() -> None:
@@ -186,7 +189,8 @@ def test_statistics_may_be_declared_or_those_of_the_public_set() -> None:
     ("data_table", "message"),
     [
         ({"standardise": "declared"}, "needs data.mean and data.std"),
-        ({"standardise": "server"}, "needs a public set: set data.public"),
+        ({"standardise": "server"}, "needs a public set .*: set data.public"),
+        ({"standardise": "server", "public": 5, "public_from": "noise"}, "data.public_from"),
         ({"mean": (1.0,) * 4}, "data.mean and data.std belong together"),
         (
             {"mean": (1.0,), "std": (1.0,)},

@@ -259,10 +259,7 @@ def _test_set_warnings(prepared: Prepared) -> Iterator[str]:
     test = sites.common_test
     if test is None or not len(test):
         if not sites.own_tests:
-            yield (
-                "data: there are no test examples, so no accuracy is measured; give some to the "
-                "split 'test'"
-            )
+            yield _no_tests(prepared)
         return
 
     names = prepared.dataset.classes
@@ -277,6 +274,19 @@ def _test_set_warnings(prepared: Prepared) -> Iterator[str]:
             f"data: no test example is of {_class_list(untested)}, so whether it is forgotten is "
             "not measured"
         )
+
+
+def _no_tests(prepared: Prepared) -> str:
+    """A warning about a run in which nothing is tested."""
+    if prepared.scaler.by_client is not None and len(prepared.dataset.test):
+        return (
+            "data: with data.standardise = 'own', each client has its own units, so a common test "
+            "set cannot be scaled and no accuracy is measured; set partition.own_test"
+        )
+    return (
+        "data: there are no test examples, so no accuracy is measured; give some to the split "
+        "'test'"
+    )
 
 
 def _present(labels: torch.Tensor) -> set[int]:

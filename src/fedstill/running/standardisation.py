@@ -457,7 +457,10 @@ def fit_scaler(
         return _scaler_of_sums(origin, moments, dataset)
     if origin == "server":
         if public is None:
-            raise ConfigError("data.standardise = 'server' needs a public set: set data.public")
+            raise ConfigError(
+                "data.standardise = 'server' needs a public set in the units of the data: set "
+                "data.public, and no data.public_from = 'noise'"
+            )
         return _scaler(
             origin, column_moments(public.values, dataset.about.binary_features), dataset
         )
