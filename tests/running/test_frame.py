@@ -218,6 +218,8 @@ def test_only_the_metrics_that_are_asked_for_are_loaded(runs: Path) -> None:
     same = all_rows[all_rows["metric"].isin(list(frame["metric"].cat.categories))]
     assert len(same[~same["run"].str.endswith("avg2")]) == len(frame)
     assert set(fedstill.load_runs(runs, "forgetting")["metric"]) == {"forgetting"}
+    generated = fedstill.load_runs(runs, iter(["accuracy", "forgetting"]))  # type: ignore[arg-type]
+    assert generated.equals(fedstill.load_runs(runs, ["accuracy", "forgetting"]))
     with pytest.raises(UnknownName, match="acuracy"):
         fedstill.load_runs(runs, ["acuracy"])
     with pytest.raises(ConfigError, match="nowhere"):

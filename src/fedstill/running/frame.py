@@ -64,6 +64,8 @@ def load_runs(
         paths = [paths]
     if isinstance(metrics, str):
         metrics = [metrics]
+    elif metrics is not None:
+        metrics = list(metrics)  # a generator can be read only once
     folders = run_folders([named_path(path) for path in paths])
     with without_garbage_collection():
         runs = [_loaded(read_run(folder.path, folder.display_path), metrics) for folder in folders]
