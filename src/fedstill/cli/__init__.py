@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -381,7 +382,7 @@ def unused_words(tokens: Sequence[str]) -> str:
     'to override a value of the config, write -s before it: -s plan.lr=0.1'
     """
     arguments = next((group.words for group in _words_by_option(tokens) if not group.option), [])
-    settings = [f"-s {word}" for word in arguments if "=" in word]
+    settings = [f"-s {word}" for word in _assignments(arguments) if "=" in word]
     if settings:
         return f"to override a value of the config, write -s before it: {' '.join(settings)}"
     return _corrected(tokens, LISTS | REPEATED, lambda _: True)
@@ -398,14 +399,25 @@ def _corrected(
         if len(parts) < 2:
             continue
         option = group.option
-        with_commas = ",".join(part.strip(",") for part in parts)
+        if option in REPEATED:
+            parts = _assignments(parts)
+        with_commas = ",".join(filter(None, (part.strip(",") for part in parts)))
         if option == "--grid" and not any("=" in part for part in parts[1:]):
             return f"the values of a key are written with commas: --grid {with_commas}"
         if option in REPEATED:
             repeated = " ".join(f"{option} {part}" for part in parts)
-            return f"each value has its own {option}: {repeated}"
+            return f"each value has its own {option}, without blanks: {repeated}"
         return f"a list is written with commas: {option} {with_commas}"
     return ""
+
+
+def _assignments(words: Sequence[str]) -> list[str]:
+    """The words without blanks around the sign =.
+
+    >>> _assignments(["plan.lr", "=", "0.1", "seed=2"])
+    ['plan.lr=0.1', 'seed=2']
+    """
+    return re.sub(" ?= ?", "=", " ".join(words)).split(" ")
 
 
 @dataclass
