@@ -90,6 +90,12 @@ def test_labels_name_what_differs_within_a_method(some_runs: Path) -> None:
     ]
 
 
+def test_a_whole_number_with_and_without_a_point_is_one_setting(some_runs: Path) -> None:
+    text = (some_runs / "avg8" / "config.toml").read_text()
+    with_changed_config(some_runs / "avg8", text.replace("alpha = 1.0", "alpha = 1"))
+    assert groups([some_runs])[0].seeds == [7, 8]
+
+
 @pytest.mark.uses("unlearning")
 def test_labels_of_unlearned_runs_name_the_strategy() -> None:
     original = {"method.name": "fedavg", "rounds": 3}

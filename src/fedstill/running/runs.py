@@ -543,11 +543,27 @@ def label_runs(runs: Sequence[R]) -> list[LabelledRuns[R]]:
     """Group and label runs that differ in their seed only."""
     by_settings: dict[str, list[R]] = {}
     for run in runs:
-        settings = json.dumps(_shared_settings(run), sort_keys=True, default=str)
+        shared = _with_whole_numbers(_shared_settings(run))
+        settings = json.dumps(shared, sort_keys=True, default=str)
         by_settings.setdefault(settings, []).append(run)
     lists = list(by_settings.values())
     labels = group_labels([_shared_settings(members[0]) for members in lists])
     return [LabelledRuns(label, members) for label, members in zip(labels, lists, strict=True)]
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """A value whose floats that are whole are integers: a config may have either.
+
+    >>> _with_whole_numbers({"plan.train.class_weights": [1.0, 2, 0.5]})
+    {'plan.train.class_weights': [1, 2, 0.5]}
+    """
+    if isinstance(value, Mapping):
+        return {key: _with_whole_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return list(map(_with_whole_numbers, value))
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
