@@ -70,6 +70,8 @@ def terms(self, step, start):
 """A mistake at clients: a product of matrices whose shapes do not fit."""
 
 SIGNATURES = {
+    "incompatibility": "stages, world",
+    "setting_warnings": "world",
     "initial_state": "world",
     "begin_round": "state, stages, world",
     "payload_for_client": "state, client, stage, world",

@@ -209,6 +209,14 @@ def test_the_error_for_a_reply_without_a_group_names_the_function_that_sent_it(
 
 
 AT_THE_SERVER = {
+    "incompatibility": (
+        "return world.public.labels",
+        "before round 1: Mine.incompatibility failed: AttributeError",
+    ),
+    "setting_warnings": (
+        "return world.warnings",
+        "before round 1: Mine.setting_warnings failed: AttributeError",
+    ),
     "initial_state": (
         "return world.initial_parameters",
         "before round 1: Mine.initial_state failed: AttributeError",

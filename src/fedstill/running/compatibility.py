@@ -26,6 +26,7 @@ from fedstill.config.stages import SHARED_STAGES, held_out_share
 from fedstill.continual.task_test import TEST_STAGES
 from fedstill.core.aggregation import ROBUST
 from fedstill.core.capabilities import OF_NETWORKS, Need, Permit
+from fedstill.core.checks import in_hook
 from fedstill.core.errors import (
     ConfigError,
     DataError,
@@ -408,7 +409,8 @@ def unfit_class_weights(run: PlannedRun) -> str:
 
 def stated_incompatibility(run: PlannedRun) -> str:
     """The method's own objection to this schedule."""
-    problem = run.method.incompatibility(run.first_round, run.world)
+    with in_hook(run.method, "incompatibility", "before round 1"):
+        problem = run.method.incompatibility(run.first_round, run.world)
     if not problem:
         return ""
     return f"method {run.method_name} on topology {run.topology_name}: {problem}"

@@ -15,6 +15,7 @@ import torch
 
 from fedstill.config.settings import Settings
 from fedstill.config.stages import default_plans
+from fedstill.core.checks import in_hook
 from fedstill.core.files import shortened_list
 from fedstill.core.method import Method
 from fedstill.core.records import Plan
@@ -50,7 +51,8 @@ def setting_warnings(prepared: Prepared) -> Iterator[str]:
     """
     settings = prepared.settings
     world = prepared.world
-    warning = settings.method.setting_warnings(world)
+    with in_hook(settings.method, "setting_warnings", "before round 1"):
+        warning = settings.method.setting_warnings(world)
     if warning:
         yield f"method {settings.named.method.label}: {warning}"
     yield from _ineffective_share(settings.method)
