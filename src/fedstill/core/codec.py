@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import BadPayload
+from fedstill.core.fields import kind_text
 from fedstill.core.records import Group, Payload
 
 MAX_BYTES = 4 << 30
@@ -113,8 +114,7 @@ def encoded_parts(payload: Payload) -> list[bytes | memoryview]:
             contents[name] = group
         else:
             raise BadPayload(
-                f"group {name!r} is a {type(group).__name__}, not tensors, a tensor, a number or a "
-                "string"
+                f"group {name!r} is {kind_text(group)}, not tensors, a tensor, a number or a string"
             )
 
     dimensions = {name: getattr(tensor, "ndim", 0) for name, tensor in tensors.items()}
@@ -133,7 +133,7 @@ def encoded_parts(payload: Payload) -> list[bytes | memoryview]:
 def _storable(name: str, tensor: object) -> Tensor:
     """A tensor in the form in which it is stored, which may share its memory."""
     if not isinstance(tensor, Tensor):
-        raise BadPayload(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+        raise BadPayload(f"{name!r} is {kind_text(tensor)}, not a tensor")
     _, slash, entry = name.partition("/")
     if not slash:
         entry = name
