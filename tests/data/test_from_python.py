@@ -124,12 +124,22 @@ def test_categories_and_lists_are_written_as_in_a_config() -> None:
     assert by_name.about.categories == (("ward", ("C", "A", "B")),)
 
 
-@pytest.mark.parametrize("categorical", [["ward"], {"ward": ["A", "B", "C"]}])
+@pytest.mark.parametrize(
+    "categorical",
+    [
+        ["ward"],
+        {"ward": ["A", "B", "C"]},
+        pd.Index(["ward"]),
+        {"ward": pd.array(["A", "B", "C"], dtype="string")},
+        {"ward": np.array(["A", "B", "C"])},
+    ],
+)
 def test_categories_of_a_file_are_written_as_in_a_config(tmp_path: Path, categorical: Any) -> None:
     path = tmp_path / "mine.csv"
     patients().to_csv(path, index=False)
-    fields = {"columns": ["age", "pressure", "ward"], "categorical": categorical}
+    fields = {"columns": patients().columns[:3], "categorical": categorical}
     assert same(load_dataset(path, **fields), load_dataset(path, **FIELDS))
+    assert same(from_python("mine", patients(), **fields), load_dataset(path, **FIELDS))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap
 from pathlib import Path
@@ -41,7 +41,6 @@ from fedstill.data.dataset import (
     ReadRequest,
     Split,
     as_dataset,
-    with_tuples,
 )
 from fedstill.data.sources import catalog
 from fedstill.data.sources.catalog import KNOWN_FOLDERS, KnownData
@@ -272,7 +271,7 @@ def request_of_fields(
 
     Raises ConfigError for a field of a wrong type.
     """
-    named = {key: with_tuples(value) for key, value in fields.items() if key in OPTION_TYPES}
+    named = {key: _as_tuples(value) for key, value in fields.items() if key in OPTION_TYPES}
     if "categorical" in named:
         named["categorical"] = _with_categories(named["categorical"])
     for name, value in named.items():
@@ -289,6 +288,15 @@ def request_of_fields(
         mode=fields.get("mode"),
         broken=fields.get("broken", "refuse"),
     )
+
+
+def _as_tuples(value: Any) -> Any:
+    """A value with tuples for lists, arrays, and columns of pandas, also in tables."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_tuples(inner) for key, inner in value.items()}
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return plain_value(value)
+    return tuple(map(_as_tuples, value))
 
 
 def _with_categories(columns: Any) -> Any:
