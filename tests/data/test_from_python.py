@@ -142,6 +142,12 @@ def test_categories_of_a_file_are_written_as_in_a_config(tmp_path: Path, categor
     assert same(from_python("mine", patients(), **fields), load_dataset(path, **FIELDS))
 
 
+def test_the_advice_about_an_empty_split_names_no_file() -> None:
+    with pytest.raises(DataError, match="mine, test holds no examples") as caught:
+        from_python("mine", patients(), test=patients()[:0], **FIELDS)
+    assert "file" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

@@ -233,7 +233,10 @@ def _read_splits(
         table = frame.read(schema.names)
         table = with_missing(table, options.missing_values, schema.identifiers)
         if not len(table):
-            raise DataError(f"{part} holds no examples; leave the file out or download it again")
+            remedy = "leave this split out"
+            if frame.files:
+                remedy = "leave the file out or download it again"
+            raise DataError(f"{part} holds no examples; {remedy}")
         first_table = next(iter(tables.values()), table)
         check_same_types(part, table, first_part, first_table, schema)
         tables[split] = table
