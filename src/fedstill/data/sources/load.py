@@ -100,11 +100,12 @@ def load_dataset(
     folder: the folder of local data; default: ``FEDSTILL_DATA``. fields: for files, folders and the
     hub, ``image_column``, ``label_column``, ``size`` (resize images to size × size), ``mode``
     (convert all images to "grey" or "rgb"), ``broken`` ("skip" leaves out images that cannot be
-    decoded), ``mean``, ``std``, and the fields of ``fedstill.data.dataset.ReadingOptions``.
+    decoded), ``mean``, ``std``, and the fields of ``fedstill.data.dataset.ReadingOptions``;
+    ``categorical`` is a list of columns, or a mapping from columns to their categories.
 
     If the data have no test split, a stratified fifth is held out. Raises DataError for data that
     are damaged or differ from the known data set of that name, DataAbsent for missing data,
-    UnknownName for an unknown name, and ConfigError for fields that do not apply to the data.
+    UnknownName for an unknown name, and ConfigError for fields that are wrong or do not apply.
     """
     return _loaded(name, folder, base, fields)
 
