@@ -14,8 +14,11 @@ from scipy.stats import chisquare
 pytest.importorskip("cryptography")
 pytest.importorskip("Crypto")
 
-from fedstill.core.errors import BadPayload, TooFewReplies
+import toys
+from fedstill.config.resolve import resolve
+from fedstill.core.errors import BadPayload, ConfigError, TooFewReplies
 from fedstill.privacy.protocol import Sum, Summand, unmasked
+from fedstill.running.preparation import prepare
 
 LENGTH = 40
 TWO_ZEROS = np.zeros(2, dtype=np.uint64)
@@ -312,3 +315,19 @@ def test_shares_are_the_same_if_they_are_requested_again() -> None:
 def test_a_threshold_must_be_a_majority_of_the_clients(threshold: int) -> None:
     with pytest.raises(BadPayload, match="threshold"):
         Sum("round 1", (0, 1, 2, 3, 4), threshold)
+
+
+@pytest.mark.parametrize(
+    ("topology", "key"),
+    [
+        ({"clients": 2}, "topology.clients"),
+        ({"clients": 4, "sampled": 2}, "topology.sampled"),
+        ({"clients": 4, "kind": "sequential"}, "topology.kind"),
+    ],
+)
+def test_a_stage_with_too_few_clients_is_refused_with_the_key_to_change(
+    topology: dict[str, object], key: str
+) -> None:
+    experiment = toys.toy("fedavg", topology=topology, privacy={"secure_sum": True}, measure=())
+    with pytest.raises(ConfigError, match=f"a secure sum needs at least 3; .* {key} "):
+        prepare(resolve(experiment), toys.blobs())

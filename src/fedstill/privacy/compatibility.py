@@ -235,9 +235,20 @@ def unsummed_stage(run: PlannedRun) -> str:
             return (
                 f"privacy.secure_sum: stage {stage.name!r} has "
                 f"{counted(len(stage.clients), 'client')} in parallel, and a secure sum needs at "
-                f"least {FEWEST_SUMMED}; set topology.kind = 'parallel' and topology.sampled"
+                f"least {FEWEST_SUMMED}; {_remedy(stage, run)}"
             )
     return ""
+
+
+def _remedy(stage: Stage, run: PlannedRun) -> str:
+    """What to change so that a stage has enough clients for a secure sum."""
+    from fedstill.privacy.masking import FEWEST_SUMMED
+
+    if run.world.clients < FEWEST_SUMMED:
+        return f"raise topology.clients to {FEWEST_SUMMED} or more"
+    if stage.sequential:
+        return "set topology.kind = 'parallel'"
+    return f"raise topology.sampled to {FEWEST_SUMMED} or more"
 
 
 def single_reports(run: PlannedRun) -> str:

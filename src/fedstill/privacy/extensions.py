@@ -30,6 +30,7 @@ from fedstill.core.extensions import (
     RoundResult,
     StageResult,
 )
+from fedstill.core.files import counted
 from fedstill.core.label_counts import CENSUS
 from fedstill.core.method import ClientWork
 from fedstill.core.records import NOTHING, SERVER, Payload, Reply, Stage, World
@@ -334,8 +335,9 @@ class TrainingBudget(Observer):
         if total is not None and total <= limit:
             return ""
         return (
-            f"client {client} has spent epsilon {self.spent(client):.3g}, and {steps} more steps "
-            f"would make it {total:.3g}, above privacy.epsilon = {limit:g}"
+            f"client {client} has spent epsilon {self.spent(client):.3g}, and "
+            f"{counted(steps, 'more step')} would make it {total:.3g}, above privacy.epsilon = "
+            f"{limit:g}"
         )
 
     def round_fields(self, result: RoundResult, so_far: Fields) -> Fields:
@@ -427,8 +429,8 @@ class Budget(Observer):
         spent = self.privacy.spent(sent_rows)
         total = self.privacy.spent(sent_rows + rows)
         return (
-            f"client {client} has spent epsilon {spent:.3g}, and its next {rows} rows would make "
-            f"it {total:.3g}, above privacy.epsilon = {self.privacy.epsilon:g}"
+            f"client {client} has spent epsilon {spent:.3g}, and {counted(rows, 'more row')} would "
+            f"make it {total:.3g}, above privacy.epsilon = {self.privacy.epsilon:g}"
         )
 
     def on_event(self, event: Event) -> None:

@@ -22,7 +22,7 @@ from filelock import FileLock
 
 from fedstill.core.errors import BadPayload, Refused
 from fedstill.core.extensions import SiteGuard, SiteNotebook, SiteRequest
-from fedstill.core.files import make_folder, write_secret
+from fedstill.core.files import counted, make_folder, write_secret
 from fedstill.core.label_counts import CENSUS
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Examples, Payload, Plan, Reply, Stage
@@ -167,8 +167,8 @@ class UploadGuard(SiteGuard):
         total = self._rows_of_sums(request.stage) + self.notes.rows(unknown=rows) + rows
         if not self._privacy.allows(total):
             raise Refused(
-                f"{rows} more rows of logits would cost this site more than privacy.epsilon allows "
-                "it",
+                f"{counted(rows, 'more row')} of logits would cost this site more than "
+                "privacy.epsilon allows it",
                 "budget",
             )
 
@@ -239,7 +239,8 @@ class TrainingGuard(SiteGuard):
         epsilon = training_epsilon(privacy.sigma, total, privacy.delta)
         if epsilon is None or epsilon > privacy.epsilon:
             raise Refused(
-                f"{steps} more steps would cost this site more than privacy.epsilon allows it",
+                f"{counted(steps, 'more step')} would cost this site more than privacy.epsilon "
+                "allows it",
                 "budget",
             )
 
