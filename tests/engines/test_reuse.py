@@ -227,6 +227,44 @@ def test_own_tests_and_tensors_of_the_work_are_part_of_what_a_reply_depends_on()
     assert len({key_of(replace(inputs, work=work)) for work in works}) == 2
 
 
+NETWORK = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, input_shape, classes):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.{activation}())
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+"""
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"name": "low_rank", "of": "nets.py:Net"},
+        {"name": "etf", "of": "low_rank", "arguments": {"of": "nets.py:Net"}},
+        {"name": "pair", "own": "mlp", "shared": "nets.py:Net"},
+    ],
+    ids=["wrapped", "wrapped_twice", "pair"],
+)
+def test_a_network_within_another_one_is_part_of_what_a_reply_depends_on(
+    model: dict[str, object],
+    cache: Path,
+    fits: list[tuple[str, int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for activation in ("ReLU", "Tanh"):
+        Path("nets.py").write_text(NETWORK.format(activation=activation))
+        fits.clear()
+        run(experiment("local_only", model=model), tmp_path / activation, toys.blobs())
+        assert fitted(fits) == ALL_CLIENTS
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other"])
 def test_a_damaged_file_is_noticed_and_made_anew(
     cache: Path,

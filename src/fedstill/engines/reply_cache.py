@@ -43,10 +43,11 @@ from fedstill.core.records import (
     View,
 )
 from fedstill.core.reports import METHOD_REPORT
-from fedstill.core.user_modules import class_identity, source_digest
+from fedstill.core.user_modules import class_identity, is_library_module, source_digest
 from fedstill.data.dataset import examples_digest
 from fedstill.engines.devices import card_named
 from fedstill.engines.serial import ClientJob, SerialEngine
+from fedstill.models.building import from_pairs
 
 log = logging.getLogger("fedstill.reuse")
 
@@ -261,8 +262,30 @@ def _value_identity(value: object) -> str:
 
 
 def _model_identity(model: ModelSpec) -> list[str]:
-    """The network's spec, and the file of a user's network."""
-    return [repr(model), source_digest(registry.lookup("model", model.name).target)]
+    """The network's spec, and the files of users' networks."""
+    return [repr(model), *map(source_digest, constructors(model).values())]
+
+
+def constructors(model: ModelSpec) -> dict[str, Any]:
+    """The constructors of a network and of the networks that it is made of, by name."""
+    target = registry.lookup("model", model.name).target
+    by_name = {model.name: target}
+    if not is_library_module(str(target.__module__)):
+        return by_name
+    fields = {key: from_pairs(value) for key, value in model.fields}
+    pair = [fields[key] for key in ("own", "shared") if key in fields]
+    for name in (*_wrapped_names(fields), *pair):
+        by_name[name] = registry.lookup("model", name).target
+    return by_name
+
+
+def _wrapped_names(fields: Mapping[str, Any]) -> Iterator[str]:
+    """The names under ``of`` in the fields of a network, and in tables in them."""
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _wrapped_names(value)
+        elif key == "of":
+            yield str(value)
 
 
 def _machine_identity() -> list[str]:
