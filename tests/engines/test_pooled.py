@@ -133,7 +133,7 @@ def test_initial_weights_are_the_same_while_other_threads_build_modules() -> Non
 
     def build() -> None:
         while not stop.is_set():
-            contract._modules.__dict__.clear()
+            contract.thread_modules().__dict__.clear()
             contract.module(spec)
 
     builders = [threading.Thread(target=build) for _ in range(2)]

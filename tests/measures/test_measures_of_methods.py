@@ -4,7 +4,9 @@ existing models.
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -135,7 +137,7 @@ def without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
                     value.fill_(math.nan)
         return plain_look(name, measure, result, context)
 
-    monkeypatch.setattr(contract, "_modules", type(contract._modules)())
+    monkeypatch.setattr(contract, "thread_modules", functools.cache(threading.local))
     monkeypatch.setattr(observers, "look", look)
 
 

@@ -527,9 +527,8 @@ class TermSums:
 
     def _reset_where(self, begins_epoch: Tensor) -> None:
         """Reset the sums of those stacked clients whose epoch begins."""
-        zero = torch.zeros((), device=begins_epoch.device)
         for name, value in self.sums.items():
-            self.sums[name] = torch.where(begins_epoch, zero.to(value.dtype), value)
+            self.sums[name] = torch.where(begins_epoch, 0.0, value)
         self.counts = torch.where(begins_epoch, 0, self.counts)
 
     def means(self, clients: int) -> list[dict[str, float]]:

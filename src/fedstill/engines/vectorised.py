@@ -261,11 +261,11 @@ def stacking_obstacle(model: ModelSpec, plan: Plan) -> str:
         if reason := _layer_obstacle(layer, model, plan):
             return reason
     body = getattr(module, "body", None)
-    if isinstance(body, Wrapped) and (reason := _vmap_warning(model)):
+    if isinstance(body, Wrapped) and (reason := vmap_warning(model)):
         return reason
     if is_of_library(model):
         return ""
-    return _vmap_failure(model)
+    return vmap_failure(model)
 
 
 def _layer_obstacle(layer: nn.Module, model: ModelSpec, plan: Plan) -> str:
@@ -281,7 +281,7 @@ def _layer_obstacle(layer: nn.Module, model: ModelSpec, plan: Plan) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _vmap_warning(model: ModelSpec) -> str:
+def vmap_warning(model: ModelSpec) -> str:
     """The reason why a module of another library cannot be stacked; empty if it can.
 
     This function tries the gradients of two clients. A warning counts as well, because ``vmap``
@@ -307,7 +307,7 @@ def _vmap_warning(model: ModelSpec) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _vmap_failure(model: ModelSpec) -> str:
+def vmap_failure(model: ModelSpec) -> str:
     """The reason why a user's network cannot be stacked; empty if it can.
 
     This function tries a step of two clients with their own examples.

@@ -28,7 +28,11 @@ from fedstill.models.functional import run_with as run_with
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 """Layers whose behaviour differs between training and evaluation because they gather statistics."""
 
-_modules = threading.local()
+
+@functools.cache
+def thread_modules() -> threading.local:
+    """The modules of each thread."""
+    return threading.local()
 
 
 def build(spec: ModelSpec) -> nn.Module:
@@ -52,7 +56,8 @@ def module(spec: ModelSpec, role: str = "student") -> nn.Module:
     """The module of this thread for a spec and role. It runs other parameters; its weights are not
     used.
     """
-    cache: dict[tuple[ModelSpec, str], nn.Module] = _modules.__dict__.setdefault("cache", {})
+    cache: dict[tuple[ModelSpec, str], nn.Module]
+    cache = thread_modules().__dict__.setdefault("cache", {})
     if (spec, role) not in cache:
         with restoring_global_state(cuda=True):
             cache[spec, role] = build(spec)
@@ -208,13 +213,10 @@ def _trains_on(spec: ModelSpec, count: int, norm: str) -> bool:
     m = module(spec, "frozen").train()
     if norm == "frozen":
         freeze_norms(m)
-    entries = {
-        name: value.detach().clone() for name, value in (*m.named_parameters(), *m.named_buffers())
-    }
     x = torch.ones_like(example(spec, count))  # not zeros, because token id 0 is padding
     try:
         with restoring_global_state(cuda=True), torch.no_grad():
-            forward(m, entries, x)
+            forward(m, {name: value.clone() for name, value in m.named_buffers()}, x)
     except Exception:  # a user's network may raise anything
         return False
     finally:

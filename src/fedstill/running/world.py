@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
@@ -19,7 +19,9 @@ from fedstill.core.method import Method
 from fedstill.core.records import SERVER, ModelSpec, Plan, State, Tensors, World, matches
 from fedstill.core.stream import ONE_TASK, Stream
 from fedstill.data.views import SiteViews
+from fedstill.engines import passes, vectorised
 from fedstill.engines.pooled import PooledEngine
+from fedstill.engines.reply_cache import constructors
 from fedstill.engines.serial import SerialEngine
 from fedstill.engines.vectorised import MAX_STACK, StageWork, VectorisedEngine
 from fedstill.models import contract
@@ -99,6 +101,38 @@ class RunWorld:
         return self._initial[spec]
 
 
+NETWORK_CACHES = (
+    contract.thread_modules,
+    contract.size,
+    contract.width,
+    contract.draws_random_numbers,
+    contract.needs_two_examples,
+    passes.forward_flops,
+    passes.embedding_size,
+    passes.activations,
+    vectorised.vmap_warning,
+    vectorised.vmap_failure,
+)
+"""The caches of networks and of their properties."""
+
+_constructors: dict[str, object] = {}
+"""The constructors of networks in the worlds of this process, by name."""
+
+
+def forget_changed_networks(specs: Iterable[ModelSpec]) -> None:
+    """Empty the caches of networks if the code of a network has changed since this process last
+    used it, for example in a notebook.
+    """
+    current: dict[str, object] = {}
+    for spec in specs:
+        current |= constructors(spec)
+    is_changed = any(_constructors.get(name, new) is not new for name, new in current.items())
+    _constructors.update(current)
+    if is_changed:
+        for cached in NETWORK_CACHES:
+            cached.cache_clear()
+
+
 def world_of(
     settings: Settings, shape: tuple[int, ...], classes: int, public: int, vocabulary: int = 0
 ) -> RunWorld:
@@ -123,6 +157,7 @@ def world_of(
         if network is not None:
             specs[key] = spec_of(network.name, network.fields)
     client_models = tuple(specs[id(network)] for network in networks)
+    forget_changed_networks({server_model, *client_models})
     return RunWorld(
         clients=settings.clients,
         classes=classes,
