@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tiny_ranking
-from fedstill.benchmark.entries import MAX_FILE_BYTES, Entry, passed_checks
+from fedstill.benchmark.competing import enter_rows
+from fedstill.benchmark.entries import MAX_FILE_BYTES, Entry, passed_checks, path_of
 from fedstill.benchmark.replays import draw_runs, first_rounds, replay_runs
 from fedstill.benchmark.suites import Suite, load_suite
 from fedstill.core.files import digest
@@ -34,6 +38,25 @@ def test_a_whole_entry_passes_every_check(entry: Entry, suite: Suite) -> None:
     assert len(list(passed_checks(entry))) == 4
     assert entry.fields == {"plan.lr": 0.1}
     assert len(list(entry.folder.rglob("journal.jsonl"))) == 2 * 5
+
+
+def test_an_entry_replaces_all_files_of_an_earlier_one(
+    suite: Suite, tiny_entries: Path, tmp_path: Path
+) -> None:
+    out = Path(shutil.copytree(tiny_entries.parents[1], tmp_path / "out"))
+    earlier_file = out / "entries" / suite.name / "fedavg" / "former_name.py"
+    earlier_file.write_text("", encoding="utf-8")
+    (entry,) = enter_rows(suite, ["FedAvg"], out, tiny_ranking.do)
+    assert not earlier_file.exists()
+    assert not refusals(entry.folder)
+
+
+def test_the_runs_of_a_column_with_a_bar_in_its_name_are_in_a_folder_of_the_whole_name(
+    suite: Suite,
+) -> None:
+    recipe = replace(suite.recipe, columns={"a | b": suite.recipe.columns["even"]})
+    runs = replace(suite, recipe=recipe).runs("FedNTD", Path())
+    assert {Path(path_of(run)).parent.name for run in runs} == {"a-|-b"}
 
 
 def test_it_holds_no_times_but_the_processors(entry: Entry) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import shlex
 import shutil
@@ -481,6 +482,9 @@ def test_a_method_whose_file_was_edited_is_entered_again_with_overwrite(
     assert call([*enter, "--overwrite"]) == 0
     entry = read_entry(tmp_path / "out" / "entries" / "digits-space" / "mine")
     assert "# edited" in (entry.folder / "mine.py").read_text()
+    assert call(["rank", "page", "out/entries", "--no-shipped", "--out", "page"]) == 0
+    page = html.unescape((tmp_path / "page" / "index.html").read_text())
+    assert '[method]\nname = "mine.py"\n' in page, "to copy"
     for command in ("run", "choose", "map"):
         assert call(["rank", command, "--help"]) == 0
         assert "--overwrite" in capsys.readouterr().out

@@ -231,7 +231,7 @@ def enter_rows(
 
 def _runs_of(row: str, runs: Iterable[ScoredRun]) -> list[ScoredRun]:
     """The runs of one row; the label is compared up to its column, as names may start alike."""
-    return [item for item in runs if item.variant.label.rpartition(" | ")[0] == row]
+    return [item for item in runs if item.variant.label.partition(" | ")[0] == row]
 
 
 # ---- adding a method -----------------------------------------------------------------------------

@@ -46,6 +46,7 @@ from fedstill.core.files import (
     parse_toml,
     read_file,
     read_toml,
+    replaced_folder,
     write_whole,
 )
 from fedstill.core.registry import names as registered_names
@@ -147,8 +148,8 @@ def run_path(column: str, seed: int) -> str:
 
 
 def column_of(run: Variant) -> str:
-    """The column of a run, from its label ``ROW | COLUMN``."""
-    return run.label.rpartition(" | ")[2]
+    """The column of a run, from its label ``ROW | COLUMN``; only the column may contain a bar."""
+    return run.label.partition(" | ")[2]
 
 
 def path_of(run: Variant) -> str:
@@ -219,7 +220,9 @@ def write_entry(
         diverged={path_of(run.variant): run.diverged for run in runs if run.diverged},
         topology=topology,
     )
-    _write_files(folder, files, entry)
+    make_folder(folder.parent)
+    with replaced_folder(folder) as new_folder:
+        _write_files(new_folder, files, entry)
     return entry
 
 

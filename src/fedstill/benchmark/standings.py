@@ -370,7 +370,8 @@ def read_rows(folders: Sequence[Path]) -> EnteredRows:
         except (ConfigError, CorruptFile) as error:
             skipped.append(f"{place.name}: {error}")
             continue
-        known_suite = suites.setdefault(suite.name, suite)
+        # In ``suite``, FedAvg stands in for a method with a file.
+        known_suite = suites.setdefault(suite.name, load_suite(suite.name))
         if entry.row not in known_suite.recipe.rows:
             suites[suite.name] = known_suite.with_row(
                 entry.row, entry.method, entry.tries, entry.topology
