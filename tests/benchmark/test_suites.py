@@ -262,17 +262,48 @@ def test_a_suite_that_names_a_row_or_key_that_does_not_exist_is_refused(
             '"fed ntd" = { method = "fedntd" }\n"fed/ntd" = { method = "fedntd" }\n[tries]\n',
             "the rows 'fed",
         ),
+        (
+            "[tries]\n",
+            '"fed ntd" = { method = "fedntd" }\n"fed_ntd" = { method = "fedntd" }\n[tries]\n',
+            "'fed_ntd' in 'uneven' share a folder",
+        ),
     ],
 )
 def test_two_rows_or_columns_that_would_have_one_folder_are_refused(
     line: str, new_lines: str, message: str, tmp_path: Path
 ) -> None:
     """An entry keeps the runs of a column in the folder of its name, in small letters and without
-    blanks.
+    blanks; the folder of a cell's runs has underscores for blanks.
     """
     path = tmp_path / "clinics.toml"
     path.write_text(tiny_ranking.TINY.replace(line, new_lines), encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
+        suites.read_suite(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong_line", "key"),
+    [
+        (', ceiling = ["joint"] }', " }", "bounds.ceiling"),
+        ('ceiling = ["joint"]', 'ceiling = "joint"', "bounds.ceiling"),
+        ('choosing = { column = "uneven", rounds = 1 }', 'choosing = "uneven"', "choosing"),
+        ("rounds = 1 }", 'rounds = "1" }', "choosing.rounds"),
+        ("version = 1", 'version = "1"', "version"),
+        ("version = 1\n", "", "version"),
+        ("version = 1", "version = 1\nverison = 1", "verison"),
+        ('"FedAvg" = { method = "fedavg" }', '"FedAvg" = "fedavg"', "rows.FedAvg"),
+        ('"FedAvg" = { method = "fedavg" }', '"FedAvg" = {}', "row 'FedAvg'"),
+        ('"even" = { partition = { kind = "iid" } }', '"even" = "iid"', "columns.even"),
+        ("[{}, { beta = 3.0 }]", '["beta"]', "tries.FedNTD.0"),
+    ],
+)
+def test_a_missing_or_wrong_value_of_a_suites_file_is_an_error_that_names_its_key(
+    line: str, wrong_line: str, key: str, tmp_path: Path
+) -> None:
+    assert line in tiny_ranking.TINY
+    path = tmp_path / "clinics.toml"
+    path.write_text(tiny_ranking.TINY.replace(line, wrong_line), encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"^suite clinics[,:] {key}"):
         suites.read_suite(path)
 
 

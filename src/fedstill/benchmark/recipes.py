@@ -132,8 +132,13 @@ class Recipe:
             cell_changes.pop("rounds", None)
             cell_changes["start_from"] = str(start.folder)
         experiment = from_tree(tree, {}, self.base).with_values(cell_changes, COMMAND_LINE)
-        variant = seeded(f"{row} | {column}", experiment, seed, _folder(out, f"{column} {row}"))
+        variant = seeded(f"{row} | {column}", experiment, seed, self.run_folder(cell, out))
         return replace(variant, after=start)
+
+    def run_folder(self, cell: Cell, out: Path) -> Path:
+        """The folder of a cell's runs."""
+        row, column = cell
+        return _folder(out, f"{column} {row}")
 
     def _config(self, cell: Cell) -> dict[str, Any]:
         """The config of a cell."""

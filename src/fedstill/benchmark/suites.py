@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from fedstill.benchmark.recipes import RANKING, Recipe, parse_recipe, recipe_text
+from fedstill.benchmark.recipes import RANKING, Cell, Recipe, parse_recipe, recipe_text
 from fedstill.core.errors import ConfigError, UnknownName
-from fedstill.core.fields import as_table
+from fedstill.core.fields import CountOrZero, as_table
 from fedstill.core.files import in_shell, make_folder, parse_toml, read_toml, write_whole
 from fedstill.methods.fedavg import FedAvg
 from fedstill.running.compare import Variant
@@ -524,17 +525,42 @@ def _track_hint(topology: str) -> str:
 
 # ---- reading suites ------------------------------------------------------------------------------
 
-SUITE_KEYS = {
-    "paper",
-    "version",
-    "against",
-    "bounds",
-    "choosing",
-    "common",
-    "columns",
-    "rows",
-    "tries",
-}
+
+class BoundsForm(BaseModel):
+    """The table ``bounds`` of a suite's file."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    floor: str
+    ceiling: list[str]
+
+
+class ChoosingForm(BaseModel):
+    """The types of the values in the table ``choosing``; ``CHOOSING_KEYS`` are its keys."""
+
+    model_config = ConfigDict(strict=True)
+
+    of: str = ""
+    column: str = ""
+    rounds: CountOrZero = 0
+    rate: str = ""
+
+
+class SuiteForm(BaseModel):
+    """The keys of a suite's file, and the types of their values."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    paper: str
+    version: int
+    against: str
+    bounds: BoundsForm
+    choosing: ChoosingForm
+    common: dict[str, Any]
+    columns: dict[str, dict[str, Any]]
+    rows: dict[str, dict[str, Any]]
+    tries: dict[str, list[dict[str, Any]]]
+
 
 CHOOSING_KEYS = ({"of"}, {"column", "rounds"}, {"column", "rounds", "rate"})
 """The possible keys of the table ``choosing``: another suite whose choices are used, or the column
@@ -590,10 +616,14 @@ def read_suite(path: Path) -> Suite:
 
 
 def _parse_suite(name: str, tree: Mapping[str, Any]) -> Suite:
-    if set(tree) != SUITE_KEYS:
-        raise ConfigError(
-            f"suite {name}: it has the keys {sorted(tree)} and must have {sorted(SUITE_KEYS)}"
-        )
+    try:
+        SuiteForm.model_validate(tree)
+    except ValidationError as error:
+        (first, *_) = error.errors(include_url=False, include_context=False, include_input=False)
+        key = ".".join(map(str, first["loc"]))
+        # Of a table, pydantic also names the class here.
+        reason = first["msg"].partition(" or instance of ")[0]
+        raise ConfigError(f"suite {name}, {key}: {reason}; correct the file") from error
     recipe = parse_recipe(
         f"{RANKING}/{name}", {key: tree[key] for key in ("paper", "common", "columns", "rows")}
     )
@@ -601,6 +631,7 @@ def _parse_suite(name: str, tree: Mapping[str, Any]) -> Suite:
         check_printable(text)
     check_slugs(name, "rows", recipe.rows)
     check_slugs(name, "columns", recipe.columns)
+    _check_run_folders(name, recipe)
     tier, _, track = name.partition("-")
     tries = {row: checked_tries(name, row, values) for row, values in tree["tries"].items()}
     suite = Suite(
@@ -618,6 +649,18 @@ def _parse_suite(name: str, tree: Mapping[str, Any]) -> Suite:
     suite = _with_choosing(suite, tree["choosing"])
     _check_names(suite)
     return suite
+
+
+def _check_run_folders(suite: str, recipe: Recipe) -> None:
+    """Raise ConfigError if the runs of two cells have the same folder."""
+    cell_by_folder: dict[Path, Cell] = {}
+    for cell in recipe.cells():
+        first_cell = cell_by_folder.setdefault(recipe.run_folder(cell, Path()), cell)
+        if first_cell != cell:
+            raise ConfigError(
+                f"suite {suite}: the runs of {' in '.join(map(repr, first_cell))} and of "
+                f"{' in '.join(map(repr, cell))} share a folder; rename a row or a column"
+            )
 
 
 def _with_choosing(suite: Suite, choosing: Mapping[str, Any]) -> Suite:
@@ -655,6 +698,11 @@ def _check_names(suite: Suite) -> None:
     unknown = sorted(names - set(suite.recipe.rows))
     if unknown:
         raise ConfigError(f"suite {suite.name}: there is no row {unknown[0]!r}")
+    for row in suite.recipe.rows:
+        if "name" not in suite.method_of(row):
+            raise ConfigError(
+                f"suite {suite.name}: row {row!r} has no method; set one, e.g. method = 'fedavg'"
+            )
     if suite.choosing_column not in suite.recipe.columns:
         raise ConfigError(
             f"suite {suite.name}: choosing.column is {suite.choosing_column!r}, which is not one "
