@@ -329,6 +329,16 @@ def test_a_newcomer_in_both_is_tried_in_the_suite_that_chooses_and_its_entry_is_
     assert call(["rank", "check", str(entry)]) == 0, capsys.readouterr().out
 
 
+def test_a_row_that_one_of_the_tracks_lacks_is_an_error_before_the_runs_of_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["digits", "--methods", "fedntd", "--out", "out"]
+    for command in ("run", "choose"):
+        assert call(["rank", command, *words]) == 2
+        assert "digits-chain" in capsys.readouterr().err
+    assert not Path("out").exists(), "nothing is run"
+
+
 def test_a_newcomer_to_a_suite_of_ones_own_stands_beside_the_entries_that_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -285,8 +285,8 @@ def rank_run(
         tier: digits (seconds per run), small (minutes per run), or the file of your own suite, e.g.
             clinics.toml.
         track: Only this one: space, time, both, chain, public or peers. By default, all.
-        methods: Only these rows, by name or by method, e.g. --methods fedavg,fedntd. By default,
-            all rows and the bounds.
+        methods: Only these rows, by name or by method, e.g. --methods fedavg,fedntd; all chosen
+            tracks must have them. By default, all rows and the bounds.
         out: The folder of runs and entries.
         jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
         devices: The CUDA devices over which runs with device = "cuda" are distributed, by number.
@@ -296,18 +296,28 @@ def rank_run(
     """
     from fedstill.benchmark import competing
 
+    suites = [competing.with_stored_choices(suite, out) for suite in suites_of(tier, track, out)]
+    # What is wrong with a row is an error now, not after the runs of other rows and suites.
+    rows_by_suite = {suite.name: _rows_to_run(suite, methods) for suite in suites}
     skipped: list[str] = []
-    for suite in suites_of(tier, track, out):
-        with_choices = competing.with_stored_choices(suite, out)
-        rows = suite.find_rows(methods) or list(suite.recipe.rows)
-        for row in rows:
-            # A row without a choice is an error now, not after the runs of the others.
-            with_choices.chosen_fields(row)
+    for suite in suites:
+        rows = rows_by_suite[suite.name]
         with executing(out / suite.name, jobs, quiet, devices, overwrite=overwrite) as execute:
-            competing.enter_rows(with_choices, rows, out, execute)
+            competing.enter_rows(suite, rows, out, execute)
         entered = _print_tables(out / "entries" / suite.name, with_shipped=bool(methods))
         skipped += entered.skipped
     return int(bool(skipped))
+
+
+def _rows_to_run(suite: Suite, methods: Names) -> list[str]:
+    """The rows that an option names, or all rows.
+
+    Raises UnknownName for an unknown row, and ConfigError for a row without a choice.
+    """
+    rows = suite.find_rows(methods) or list(suite.recipe.rows)
+    for row in rows:
+        suite.chosen_fields(row)
+    return rows
 
 
 @rank.command(name="choose")
@@ -334,7 +344,8 @@ def rank_choose(  # noqa: PLR0913 - the options of the command rank choose
     Args:
         tier: digits, small, or the file of your own suite.
         track: Only this one. By default, all.
-        methods: Only these rows, by name or by method. By default, all.
+        methods: Only these rows, by name or by method; all chosen tracks must have them. By
+            default, all.
         out: The folder of the runs. The choices are written to OUT/SUITE/chosen.toml, from which
             rank run takes those that do not ship.
         jobs: The number of parallel runs. By default, one per core, or fewer if memory is short.
@@ -350,14 +361,17 @@ def rank_choose(  # noqa: PLR0913 - the options of the command rank choose
     from fedstill.benchmark.tables import choice_table
     from fedstill.report import terminal
 
-    for suite in suites_of(tier, track, out):
+    suites = suites_of(tier, track, out)
+    # An unknown row is an error now, not after the runs of other suites.
+    rows_by_suite = {suite.name: suite.find_rows(methods) or suite.ranked_rows for suite in suites}
+    for suite in suites:
         if suite.choices_from:
             print(
                 f"{suite.name} has the fields that are chosen in {suite.choices_from.name}: "
                 f"{suite.choose_command}"
             )
             continue
-        rows = suite.find_rows(methods) or suite.ranked_rows
+        rows = rows_by_suite[suite.name]
         with executing(out / suite.name, jobs, quiet, devices, overwrite=overwrite) as execute:
             with_choices = competing.choose_fields(suite, rows, out, execute)
         print(suite.recipe.paper)
