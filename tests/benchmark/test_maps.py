@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
 from pathlib import Path
@@ -21,13 +22,16 @@ from fedstill.benchmark.maps import (
     MapCell,
     MethodMap,
     Setting,
+    make_map,
     map_text,
     parse_map,
     ship_map,
     shipped_maps,
 )
 from fedstill.benchmark.page import ranking_page
-from fedstill.core.errors import CorruptFile
+from fedstill.benchmark.suites import Suite
+from fedstill.core.errors import CorruptFile, Interrupted
+from fedstill.running.compare import Outcome, Variant
 from made_up_scores import made_up_score
 
 
@@ -108,6 +112,26 @@ def test_a_map_that_lacks_a_run_is_refused() -> None:
     for text in (without_a_run, head, "a,b\n1,2\n", "", with_another_row):
         with pytest.raises(CorruptFile, match="map"):
             parse_map(text)
+
+
+def test_the_cells_of_a_map_have_all_settings_of_the_column_in_which_fields_are_chosen(
+    suite: Suite, tmp_path: Path
+) -> None:
+    column = {
+        "partition": "iid",
+        "data": {"name": "digits", "train_size": 100, "test_size": 60},
+    }
+    columns = {**suite.recipe.columns, suite.choosing_column: column}
+    changed = replace(suite, recipe=replace(suite.recipe, columns=columns))
+    sizes = set()
+
+    def execute(runs: Sequence[Variant]) -> list[Outcome]:
+        sizes.update(run.settings.data.train_size for run in runs)
+        raise Interrupted("enough")
+
+    with pytest.raises(Interrupted):
+        make_map(changed, "FedNTD", {"plan.epochs": [1, 2]}, tmp_path, execute)
+    assert sizes == {100}
 
 
 def test_what_the_floor_kept_is_not_shown_where_its_runs_do_not_say_it() -> None:

@@ -323,8 +323,7 @@ def _scores_by_cell(runs: Iterable[ScoredRun]) -> dict[str, dict[int, Score]]:
 
 def _column(suite: Suite, values: Mapping[str, Any]) -> dict[str, Any]:
     """The tables that a cell sets, on top of those of the suite's choosing column."""
-    base = {**suite.recipe.common, **suite.recipe.columns[suite.choosing_column]}
-    column: dict[str, Any] = {"partition": dict(base["partition"])}
+    column = dict(suite.recipe.columns[suite.choosing_column])
     for key, value in values.items():
         table, _, table_key = key.partition(".")
         if key == "partition.alpha" and value == EVEN:
@@ -332,7 +331,8 @@ def _column(suite: Suite, values: Mapping[str, Any]) -> dict[str, Any]:
         elif not table_key:
             column[table] = value
         else:
-            contents = _as_table(table, column.get(table, base.get(table, {})))
+            common_table = suite.recipe.common.get(table, {})
+            contents = _as_table(table, column.get(table, common_table))
             column[table] = {**contents, table_key: value}
     return column
 
