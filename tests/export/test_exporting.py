@@ -8,6 +8,7 @@ import ast
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -263,6 +264,48 @@ def test_a_folder_that_holds_something_is_left_alone(
     assert call(["export", str(finished), "--folder", str(tmp_path)]) == 2
     assert "name a new folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_files_may_be_in_the_folder(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    program = folder / "model.pt2"
+    words = ["export", str(finished), "--pt2", str(program), "--folder", str(folder)]
+    assert call(words) == 0
+    assert program.is_file()
+    assert (folder / "model.py").is_file()
+
+
+SCALING = """
+import torch
+from torch import nn
+
+class Scaling(nn.Module):
+    def __init__(self, input_shape, classes):
+        super().__init__()
+        count = torch.Size(input_shape).numel()
+        self.register_buffer("mean", torch.full((count,), 0.25))
+        self.pixels = nn.Parameter(torch.ones(count))
+        self.last = nn.Linear(count, classes)
+
+    def forward(self, x):
+        return self.last((x.flatten(1) - self.mean) * self.pixels)
+"""
+"""A network whose entries have the names of attributes of the script's class."""
+
+
+def test_entries_of_a_network_may_have_any_name(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(SCALING)
+    experiment = toys.toy(model="net.py:Scaling", rounds=1, measure=())
+    folder = tmp_path / "run"
+    run(replace(experiment, base=tmp_path), folder, data=toys.blobs())
+    shared = tmp_path / "shared"
+    write_folder(load_model(folder), folder, shared)
+    assert safetensors.torch.load_file(shared / "model.safetensors").keys() == {
+        "mean",
+        "pixels",
+        "last.weight",
+        "last.bias",
+    }
 
 
 def test_export_without_an_option_lists_the_options(

@@ -119,12 +119,13 @@ def _write_models(run: Path, client: str | None, round: str | None, files: _Mode
         check_new_folder(files.folder)
     model = _load(run, client, round)
     name = _model_name(model, client)
+    # The folder comes first: it must be new, and the files may be in it.
+    if files.folder:
+        _write_folder(model, name, run, files.folder)
     if files.onnx:
         _write_onnx(model, name, files.onnx)
     if files.pt2:
         _write_program(model, name, files.pt2)
-    if files.folder:
-        _write_folder(model, name, run, files.folder)
     _print_missing_standardisation(model)
 
 

@@ -32,8 +32,8 @@ class Classifier(nn.Module):
         self.input_shape = tuple(config["input_shape"])
         self.pixels = config["pixels"]
         self.kind = config["inputs"]["kind"]
-        # The name of a buffer must not contain dots.
-        self.buffer_names = {name: name.replace(".", "/") for name in weights}
+        # The name of a buffer must contain no dots, and must not be the name of another attribute.
+        self.buffer_names = {name: f"weights/{name.replace('.', '/')}" for name in weights}
         for name, buffer_name in self.buffer_names.items():
             self.register_buffer(buffer_name, weights[name])
         self.mean: Tensor
