@@ -4,6 +4,7 @@ definitions.
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +166,26 @@ def test_a_run_with_tasks_is_a_matrix_too(
         assert numbers[name][0] == f"{100 * summary[name]:.2f}"
     assert call(["forgetting", str(tmp_path / "run"), str(written(tmp_path, A))]) == 0
     assert "untrained" in capsys.readouterr().out
+
+
+OVERLAP = """
+import numpy as np
+from fedstill.core.stream import Cut
+
+def overlap(labels):
+    return Cut((labels > 1).astype(np.int64), ((0, 1, 2), (2, 3)))
+"""
+"""Both tasks name class 2, and none names class 4."""
+
+
+def test_columns_are_tasks_unless_each_class_belongs_to_one_task(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OVERLAP)
+    stream = {"kind": "mine.py:overlap", "tasks": 2}
+    experiment = toys.toy(rounds=2, partition={"kind": "iid"}, stream=stream)
+    run(replace(experiment, base=tmp_path), tmp_path / "run", toys.blobs())
+    (matrix,) = run_matrices(tmp_path)
+    assert matrix.class_tasks is None
+    assert matrix.columns == ("task 1", "task 2")
 
 
 def test_a_run_without_tasks_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

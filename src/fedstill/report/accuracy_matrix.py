@@ -11,6 +11,7 @@ import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -394,8 +395,9 @@ def _matrix(run: Run) -> AccuracyMatrix:
     classes: Sequence[Sequence[int]] = run.start["stream"]["classes"]
     ends = _ends(run)
     has_one_test_set = len(ends[0].get("totals", ())) == 1
-    distinct = {tuple(task_classes) for task_classes in classes}
-    if not has_one_test_set or len(distinct) < len(classes):
+    # Tasks may share classes, or have none of some classes.
+    listed_classes = sorted(chain.from_iterable(classes))
+    if not has_one_test_set or listed_classes != list(range(len(run.classes))):
         return task_matrix
     task_of_class = {}
     for task, task_classes in enumerate(classes):
