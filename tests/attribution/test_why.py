@@ -325,7 +325,7 @@ def test_the_command_prints_the_accuracies_without_a_client(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--class", "12"], "this class"),
+        (["--class", "12"], "the run has classes 0 to 9"),
         (["--class", "twelve"], "twelve"),
         (["--round", "7"], "it has rounds 1 to 6"),
         (["--round", "0"], "--round"),

@@ -84,6 +84,8 @@ def find_changes(folder: Path, label: int | None, round: int | None) -> list[Cla
     matching = [
         item for item in changes if label in (None, item.label) and round in (None, item.round)
     ]
+    if label is not None and label >= len(run.classes):
+        raise ConfigError(f"--class {label}: the run has classes 0 to {len(run.classes) - 1}")
     if not matching:
         last = max(item.round for item in changes)
         raise ConfigError(
