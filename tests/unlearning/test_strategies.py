@@ -21,7 +21,8 @@ from fedstill.core.keys import seed_for
 from fedstill.core.records import SERVER, State, Tensors
 from fedstill.models import contract
 from fedstill.running.checkpoint import kept_updates
-from fedstill.running.replay import checkpoints_of
+from fedstill.running.journal import STOP_REASON
+from fedstill.running.replay import Replay, checkpoints_of
 from fedstill.running.result import Result
 from fedstill.running.runner import run
 from fedstill.unlearning.certificate import check_certificate
@@ -398,6 +399,16 @@ def test_sifu_states_its_bound(original: OriginalRun, tmp_path: Path) -> None:
     assert new.result.summary["rounds"] == ROUNDS
 
 
+def test_sifu_takes_no_reason_to_stop_from_the_original_run(tmp_path: Path) -> None:
+    values = {"rounds": 6, "stop": {"patience": 1, "min_delta": 0.9}, "select_on": "test"}
+    folder = trained(EXPERIMENT.with_values(values, "test"), tmp_path / "run")
+    stopped = OriginalRun.of(folder, toys.blobs())
+    assert STOP_REASON in stopped.events[-1]
+    new = unlearned(stopped, "sifu", tmp_path / "new", epsilon=1e6)
+    assert new.certificate["strategy"]["bound"]["from_round"] == stopped.last_round
+    assert not any(STOP_REASON in event for event in journal_events(tmp_path / "new"))
+
+
 # ---- all strategies ------------------------------------------------------------------------------
 
 
@@ -508,6 +519,16 @@ def test_the_updates_of_hostile_clients_lead_to_the_models_of_the_run(tmp_path: 
     original = OriginalRun.of(trained(attacked, tmp_path / "run"), toys.blobs())
     results = list(repeated_stages(original))
     assert results[-1].stage.round == original.last_round
+
+
+def test_a_round_of_a_new_run_is_replayed_from_one_of_its_checkpoints(
+    new_run: Callable[[str], Path],
+) -> None:
+    """Without one, the replay would begin with the original run, whose state is elsewhere."""
+    folder = new_run("gradient_ascent")
+    assert Replay.of_round(folder, ROUNDS + 2, toys.blobs()).start == ROUNDS + 2
+    with pytest.raises(ConfigError, match="checkpoint before round 2"):
+        Replay.of_round(folder, 2, toys.blobs())
 
 
 def test_fine_tuning_goes_on_in_a_chain(tmp_path: Path) -> None:

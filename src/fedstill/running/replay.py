@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedstill.config.settings import Settings
+from fedstill.config.validation import WrongConfig
 from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import ClientHook, Recorder
 from fedstill.core.files import digest, read_file
@@ -83,11 +84,13 @@ class Replay:
         """Start at the last intact checkpoint before a round, or at the beginning if there is none.
 
         Raises ConfigError for a run that cannot be replayed because it used real sites or secure
-        sums.
+        sums, or because it continued another run and has no checkpoint before the round.
         """
         with process_settings():
             settings = _replayable_settings(folder)
             restored = checkpoints_of(folder).before(round)
+            if restored is None:
+                _check_beginning(folder, settings, round)
             return cls(folder, prepare_again(settings, folder, data), restored)
 
     @property
@@ -177,6 +180,18 @@ def _replayable_settings(folder: Path) -> Settings:
     if settings.engine == "flower":
         return replace(settings, engine="pooled")
     return settings
+
+
+def _check_beginning(folder: Path, settings: Settings, round: int) -> None:
+    """Raise ConfigError for a run that continued another run, whose state is not in its folder."""
+    try:
+        for table in settings.packages.values():
+            table.check_new_run()
+    except WrongConfig as error:
+        raise ConfigError(
+            f"{folder} continued another run, and no checkpoint before round {round} is left, from "
+            "which the round could be replayed; choose a later round"
+        ) from error
 
 
 # ---- rounds --------------------------------------------------------------------------------------

@@ -38,7 +38,6 @@ import torch
 from annotated_types import Interval
 
 from fedstill.core.errors import IncompatibleMethod
-from fedstill.core.extensions import Event
 from fedstill.core.fields import Positive
 from fedstill.core.keys import generator, seed_for
 from fedstill.core.records import SERVER, State
@@ -55,6 +54,7 @@ from fedstill.unlearning.strategy import (
     StartPoint,
     Strategy,
     check_averages,
+    events_through,
     model_of,
     repeated_stages,
     replies_without,
@@ -110,7 +110,7 @@ class Sifu(Strategy):
         return StartPoint(
             state=replace(state.without(ANSWERED), round=number + 1, stage=0),
             state_files={},
-            events=_events_through(original, number),
+            events=events_through(original, number),
         )
 
     def statement(self, original: OriginalRun, request: UnlearningRequest) -> Mapping[str, Any]:
@@ -202,8 +202,3 @@ def _state_after(original: OriginalRun, round: int) -> State:
         if restored is not None:
             return restored.state
     return first_state(original.settings.method, original.prepared.world)
-
-
-def _events_through(original: OriginalRun, round: int) -> list[Event]:
-    """The events of the original journal up to the end of a round, without the event ``start``."""
-    return [event for event in original.events[1:] if event.get("round", 0) <= round]

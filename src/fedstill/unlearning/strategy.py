@@ -420,13 +420,20 @@ def continued(original: OriginalRun, prepared: Prepared, state: State | None = N
         )
     if state is None:
         state = original.final_state
-    # The new run must not stop because the original one did.
-    events = [
-        {key: value for key, value in event.items() if key != STOP_REASON}
-        for event in original.events[1:]
-    ]
     return StartPoint(
         state=replace(state.without(ANSWERED), round=original.last_round + 1, stage=0),
         state_files=original.last_checkpoint.state_files,
-        events=events,
+        events=events_through(original, original.last_round),
     )
+
+
+def events_through(original: OriginalRun, round: int) -> list[Event]:
+    """The events of the original journal up to the end of a round, without the event ``start``.
+
+    They have no reason to stop: the new run continues.
+    """
+    return [
+        {key: value for key, value in event.items() if key != STOP_REASON}
+        for event in original.events[1:]
+        if event.get("round", 0) <= round
+    ]
