@@ -15,7 +15,7 @@ from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.running.runner import run
 from fedstill.unlearning.request import UnlearningRequest, strategy_named
 from fedstill.unlearning.strategy import OriginalRun
-from fedstill.unlearning.unlearn import unlearn
+from fedstill.unlearning.unlearn import UnlearningPlan, unlearn
 from journals import journal_events
 
 TABLE = """
@@ -215,6 +215,23 @@ def test_a_directory_with_another_run_is_refused_without_advice_that_fails(
     (line,) = capsys.readouterr().err.splitlines()
     assert "--out" in line
     assert "--overwrite" not in line
+
+
+def test_the_default_name_of_the_new_run_lists_few_clients_only(tmp_path: Path) -> None:
+    """File systems allow 255 bytes for a name."""
+    experiment = toys.toy(rounds=1, partition="iid", topology={"clients": 100, "sampled": 2})
+    run(experiment, tmp_path / "run", toys.blobs())
+    names = {}
+    for count in (2, 90):
+        request = UnlearningRequest(clients=tuple(range(count)))
+        plan = UnlearningPlan.of(
+            tmp_path / "run", request, strategy_named("retraining", {}), toys.blobs()
+        )
+        names[count] = plan.default_folder.name
+    assert names == {
+        2: "run-without-client0+1-retraining",
+        90: "run-without-90-clients-retraining",
+    }
 
 
 def test_an_unfinished_run_is_finished_first(tmp_path: Path) -> None:

@@ -236,16 +236,27 @@ def _merged(earlier: UnlearningRequest, request: UnlearningRequest) -> Unlearnin
     )
 
 
+MOST_IDS_IN_NAME = 20
+"""The most clients, or classes, that a directory's name lists; of more, it contains their number.
+"""
+
+
 def _slug(request: UnlearningRequest) -> str:
     """The request as a part of a directory's name."""
     parts = []
     if request.clients:
-        parts.append("client" + "+".join(map(str, request.clients)))
+        parts.append(_ids_in_name(request.clients, "client", "clients"))
     if request.classes:
-        parts.append("class" + "+".join(map(str, request.classes)))
+        parts.append(_ids_in_name(request.classes, "class", "classes"))
     if request.examples:
         parts.append(f"{len(request.examples)}-examples")
     return "-".join(parts)
+
+
+def _ids_in_name(ids: Sequence[int], noun: str, plural: str) -> str:
+    if len(ids) > MOST_IDS_IN_NAME:
+        return f"{len(ids)}-{plural}"
+    return noun + "+".join(map(str, ids))
 
 
 def _check_is_new(original: OriginalRun, request: UnlearningRequest, strategy: Strategy) -> None:
@@ -467,10 +478,12 @@ def positions_of_values(
 
     # Names can be in another Unicode form, and tables can have spaces around them.
     names = [nfc(name).strip() for name in dataset.about.owners]
-    unknown = [value for value in values if value not in names]
+    known_names = set(names)
+    unknown = [value for value in values if value not in known_names]
     if unknown:
         raise ConfigError(f"--examples: column {column!r} has no value {unknown[0]!r}")
-    wanted = torch.tensor([code for code, name in enumerate(names) if name in values])
+    wanted_names = set(values)
+    wanted = torch.tensor([code for code, name in enumerate(names) if name in wanted_names])
     positions: list[int] = torch.isin(train.owners, wanted).nonzero().flatten().tolist()
     if not positions:
         raise ConfigError(
