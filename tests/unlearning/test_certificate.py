@@ -170,6 +170,17 @@ def test_clients_with_models_of_their_own_are_measured_by_the_journals(
     assert call(["unlearn", str(tmp_path / "second"), "--check"]) == 0
 
 
+def test_a_run_without_checkpoints_is_measured_by_the_journals(tmp_path: Path) -> None:
+    """Retraining needs no checkpoints, which may have been deleted after the run."""
+    original = tmp_path / "run"
+    run(toys.toy("fedavg", rounds=2), original, toys.blobs())
+    shutil.rmtree(original / "checkpoints")
+    new = unlearn(original, REQUEST, RETRAINING, tmp_path / "new", data=toys.blobs())
+    accuracies = new.certificate["measurements"]["accuracy"]
+    assert accuracies["original"] == {"test": Result.of(original).accuracy}
+    assert accuracies["unlearned"] == {"test": new.result.accuracy}
+
+
 def test_a_round_in_which_the_client_leaves_is_not_certified_to_be_without_its_data(
     tmp_path: Path,
 ) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.core.errors import ConfigError
 from fedstill.core.extensions import Event, common_predictor
 from fedstill.core.files import read_file
 from fedstill.core.keys import generator, seed_for
@@ -250,11 +250,11 @@ class MeasuredModel:
     @classmethod
     def of(cls, run: OriginalRun) -> MeasuredModel | None:
         """The final model of a run; None if no model answers for all clients, because each has its
-        own.
+        own, or if the run's checkpoints were deleted.
         """
         restored = checkpoints_of(run.folder).latest()
         if restored is None:
-            raise CorruptFile(f"{run.folder} has no checkpoints; put them back, or train it again")
+            return None
         state = replace(restored.state, params=Result.of(run.folder).model)
         prepared = run.prepared
         method = prepared.settings.method
@@ -286,8 +286,8 @@ def measurements(
     test by model: accuracies, attacks, and with an exact result the distances to it; and the costs
     of the new rounds.
 
-    Of real sites, whose examples this process does not have, and of clients with models of their
-    own, it returns what the journals say.
+    Of real sites, whose examples this process does not have, of clients with models of their own,
+    and of runs without checkpoints, it returns what the journals say.
     """
     if original.settings.on_sites:
         return journal_measurements(original, folder, request)
