@@ -112,6 +112,16 @@ def test_a_backdoor_needs_images_and_a_class() -> None:
         Backdoor(99).planted(data, [0])
 
 
+def test_a_backdoor_needs_pixels_from_0_to_255_and_a_square_that_fits() -> None:
+    data = toys.blobs()
+    floats = replace(data.train, values=data.train.values / 255)
+    with pytest.raises(ConfigError, match="float32"):
+        BACKDOOR.planted(replace(data, train=floats), [0])
+    for size in (0, 99):
+        with pytest.raises(ConfigError, match=f"size {size}"):
+            Backdoor(TARGET, size).planted(data, [0])
+
+
 def test_the_success_of_a_trigger_is_counted_on_other_classes() -> None:
     data = toys.blobs()
 

@@ -111,6 +111,9 @@ def _by_class(examples: Examples, classes: int, purpose: str) -> list[Tensor]:
 
 # ---- a planted backdoor --------------------------------------------------------------------------
 
+BRIGHT = 255
+"""The value of a bright pixel."""
+
 
 @dataclass(frozen=True)
 class Backdoor:
@@ -127,14 +130,24 @@ class Backdoor:
     def planted(self, data: Dataset, positions: Collection[int] | Tensor) -> Dataset:
         """The data set with the trigger and the target's label at positions of the training set.
 
-        Raises ConfigError if the examples are no images, or the target is no class.
+        Raises ConfigError if the examples are no images with pixels from 0 to 255, if the square
+        does not fit, or if the target is no class.
         """
         if data.about.kind != "image":
             raise ConfigError(f"a backdoor needs images, and {data.name} has {data.many}")
+        pixels = data.train.values
+        if pixels.dtype != torch.uint8:
+            raise ConfigError(
+                f"a backdoor needs pixels from 0 to 255 (torch.uint8), and those of {data.name} "
+                f"are {pixels.dtype}"
+            )
+        height, width = pixels.shape[-2:]
+        if not 1 <= self.size <= min(height, width):
+            raise ConfigError(f"size {self.size}: {data.name} has {height} × {width} pixels")
         if not 0 <= self.target < len(data.classes):
             raise ConfigError(f"target {self.target}: {data.name} has {len(data.classes)} classes")
         index = torch.as_tensor(list(positions), dtype=torch.int64)
-        values = data.train.values.clone()
+        values = pixels.clone()
         labels = data.train.labels.clone()
         values[index] = self.stamped(values[index])
         labels[index] = self.target
@@ -143,7 +156,7 @@ class Backdoor:
     def stamped(self, images: Tensor) -> Tensor:
         """The images (n, channels, H, W) uint8 with the trigger."""
         stamped = images.clone()
-        stamped[..., -self.size :, -self.size :] = torch.iinfo(images.dtype).max
+        stamped[..., -self.size :, -self.size :] = BRIGHT
         return stamped
 
     def success(self, model: Predictor, test: Examples) -> float:
