@@ -116,16 +116,20 @@ def class_means(runs: Sequence[Run]) -> dict[int, list[float | None]]:
     blank = [None] * len(next(row for curve in curves for row in curve.values()))
     by_run = [[curve.get(number, blank) for number in rounds] for curve in curves]
     # (runs, rounds, C)
-    accuracies = np.array(by_run, dtype=np.float64)
-
-    counts = np.sum(~np.isnan(accuracies), axis=0)
-    sums = np.nansum(accuracies, axis=0)
-    unknown = np.full(sums.shape, np.nan)
-    means = np.divide(sums, counts, out=unknown, where=counts > 0)
+    means = known_means(np.array(by_run, dtype=np.float64))
     return {
         number: [_known(mean) for mean in row]
         for number, row in zip(rounds, means.tolist(), strict=True)
     }
+
+
+def known_means(values: Values) -> Values:
+    """The means over the first axis without NaN; NaN where no number is known."""
+    counts = np.sum(~np.isnan(values), axis=0)
+    sums = np.nansum(values, axis=0)
+    unknown = np.full(sums.shape, np.nan)
+    means: Values = np.divide(sums, counts, out=unknown, where=counts > 0)
+    return means
 
 
 def _known(mean: float) -> float | None:

@@ -42,7 +42,7 @@ from fedstill.report.figures import (
     rounded,
 )
 from fedstill.report.page import Report
-from fedstill.report.series import of_runs
+from fedstill.report.series import known_means, of_runs
 from fedstill.running.runs import Group, Run
 
 ABOUT = (
@@ -191,11 +191,7 @@ def _mean_matrix(matrices: Sequence[Values]) -> Values:
     padded = np.full((len(matrices), ends, matrices[0].shape[1]), np.nan)
     for index, matrix in enumerate(matrices):
         padded[index, : len(matrix)] = matrix
-
-    counts = np.sum(~np.isnan(padded), axis=0)
-    unknown = np.full(counts.shape, np.nan)
-    mean: Values = np.divide(np.nansum(padded, axis=0), counts, out=unknown, where=counts > 0)
-    return mean
+    return known_means(padded)
 
 
 def _map_row(accuracies: Values) -> list[float | None]:
