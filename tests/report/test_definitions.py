@@ -59,6 +59,8 @@ def test_a_first_row_0_is_the_untrained_model(tmp_path: Path) -> None:
     assert matrix.percent.shape == (3, 3)
     rows = {line[0]: line[3] for line in definitions_table([matrix]).lines}
     assert rows["forward_transfer"] == "22.50"
+    named = f"untrained{text.removeprefix('0')}"
+    assert definitions_table([read_matrix(written(tmp_path, named))]) == definitions_table([matrix])
     given = read_matrix(written(tmp_path, "70,30,20\n80,60,35\n75,65,90\n"), initial=(10, 10, 10))
     assert definitions_table([given]) == definitions_table([matrix])
     shares = written(tmp_path, "0.7,0.3,0.2\n0.8,0.6,0.35\n0.75,0.65,0.9\n")
@@ -84,6 +86,7 @@ def test_a_first_row_0_is_the_untrained_model(tmp_path: Path) -> None:
         ("80,,\n,,\n75,55,50\n", "line 2: this row has no numbers"),
         ("", "a.csv has no numbers"),
         ("task 1,task 2\n", "line 1, column 1: 'task 1' is not a number"),
+        ('80\n"78,' + 50_000 * "60\n", "line 2: field larger than field limit"),
     ],
 )
 def test_what_is_no_matrix_is_said_with_its_place(

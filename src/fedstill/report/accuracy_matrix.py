@@ -201,10 +201,17 @@ def _read_cells(path: Path) -> _Cells:
     reader = csv.reader(io.StringIO(text), delimiter=_delimiter(text))
     rows = []
     lines = []
-    for row in reader:
-        if row:
-            rows.append(row)
-            lines.append(reader.line_num)
+    first_line = 1
+    try:
+        for row in reader:
+            if row:
+                rows.append(row)
+                lines.append(reader.line_num)
+            first_line = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(
+            f"{path}, line {first_line}: {error}; check that all quotation marks are closed"
+        ) from error
     return _Cells(path=path, rows=rows, lines=lines)
 
 
@@ -238,10 +245,11 @@ def _are_names(labels: Sequence[str]) -> bool:
 
 
 def _count_tasks(labels: Sequence[str]) -> bool:
-    """Whether the labels are the numbers from 0 or from 1 on."""
-    from_zero = [str(row) for row in range(len(labels))]
-    from_one = [str(row + 1) for row in range(len(labels))]
-    return list(labels) in (from_zero, from_one)
+    """Whether the labels are the numbers from 1 on; the first one may be the untrained model's."""
+    first, *others = labels
+    numbers = [str(row + 1) for row in range(len(labels))]
+    is_after_untrained = first.lower() in UNTRAINED and others == numbers[:-1]
+    return is_after_untrained or list(labels) == numbers
 
 
 def _is_number(text: str) -> bool:
