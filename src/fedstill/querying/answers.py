@@ -26,6 +26,7 @@ from fedstill.core.rounds import run_round
 from fedstill.core.user_modules import split_name
 from fedstill.data.dataset import INPUT_FIELDS, Dataset, DatasetInfo
 from fedstill.data.sources import load_dataset
+from fedstill.data.sources.load import load_public_set
 from fedstill.data.views import Division, SiteViews
 from fedstill.engines.passes import correct_by_class
 from fedstill.methods.fit import FIT, probed, queries_of
@@ -170,7 +171,8 @@ def _raw_data(prepared: Prepared, form: _Form, new_data: Dataset | str | Path) -
     reading = reading_like(data, form.about)
     if reading and data.label_column:
         reading["label_column"] = data.label_column
-    return load_dataset(name, **reading, **data.images)
+    # Like a public set, the client's data are not tested on.
+    return load_public_set(name, **reading, **data.images)
 
 
 def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
