@@ -55,6 +55,14 @@ if toys.has("querying"):
     EXPERIMENTS["peer to peer"] = toys.toy(
         "qkt", rounds=1, topology={"clients": 6}, query={"draw": "all"}, plan={"epochs": 1}
     )
+    # With this seed, the client does not act in the first rounds.
+    EXPERIMENTS["queries"] = toys.toy(
+        seed=3,
+        rounds=4,
+        topology=CHAIN,
+        query={"draw": "all", "fewer_than": 10},
+        keep_checkpoints_every=1,
+    )
 
 
 Originals = Callable[[str], Path]

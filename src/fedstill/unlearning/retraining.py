@@ -6,8 +6,8 @@ Reading: "as if the data had never been used" is read as the run with the same c
 ``[unlearning]``. Client ids, the split of all other data, samples of clients and all draws stay the
 same; forgotten clients do not act. Training starts at the last kept checkpoint before a client with
 forgotten data was scheduled, if there is one, because nothing before it depends on these data. With
-tasks, or test sets of the clients' own, the journal has numbers of these data from its first rounds
-on, so training starts anew.
+tasks, queries, or test sets of the clients' own, the journal has numbers of these data from its
+first rounds on, so training starts anew.
 
 Fine-tuning adds rounds without the forgotten data to the run. It has no guarantee.
 Source: a baseline of Golatkar, Achille and Soatto, "Eternal Sunshine of the Spotless Net: Selective
@@ -114,15 +114,17 @@ def _depends_from_the_start(original: OriginalRun, prepared: Prepared) -> bool:
 
     This is so for the mean and standard deviation of all rows; for the round that was selected as
     the best one, because the new run needs its checkpoint; for the tests of a forgotten client; for
-    public examples of a forgotten class; and for numbers by task, which concern all clients.
+    public examples of a forgotten class; for queries, which depend on the data of all clients; and
+    for numbers by task, which concern all clients.
     """
     before = original.prepared
     scales_differ = before.scaler != prepared.scaler
     tests_differ = before.sites.own_tests.keys() != prepared.sites.own_tests.keys()
     public_differs = len(before.sites.public or ()) != len(prepared.sites.public or ())
     data_differ = scales_differ or tests_differ or public_differs
+    queries_differ = before.world.extensions != prepared.world.extensions
     has_tasks = original.settings.stream.tasks > 1
-    return data_differ or has_tasks or original.settings.selects_round
+    return data_differ or queries_differ or has_tasks or original.settings.selects_round
 
 
 def _events_before(original: OriginalRun, restored: Restored) -> Sequence[Event]:
