@@ -402,6 +402,8 @@ def test_a_newcomer_without_tries_gets_fedavgs_and_wrong_ones_are_refused(
     assert added.suite.tries["Mine again"] == [{}, {"plan.lr": 0.1}]
     with pytest.raises(ConfigError, match="'FedAvg'"):
         add_method(suite, file, "fedavg")
+    with pytest.raises(ConfigError, match="share a folder"):
+        add_method(added.suite, file, "Mine_again")
 
     for wrong_tries in ('{"mu": 0.2}', "3"):
         file.write_text(NEWCOMER.replace('({"mu": 0.2}, {"mu": 2.0})', wrong_tries))

@@ -34,6 +34,7 @@ from fedstill.benchmark.suites import (
     SuiteRow,
     Try,
     check_printable,
+    check_run_folders,
     check_slugs,
     load_suite,
     read_choice,
@@ -248,7 +249,7 @@ def add_method(suite: Suite, file: Path, name: str = "") -> SuiteRow:
 
     The tries are the method's class variable ``tries``: tables of its fields. Without it, they are
     FedAvg's learning rates. Raises ConfigError for a file without a method, for malformed tries,
-    for names that tables cannot show, and for a name whose folder another row has.
+    for names that tables cannot show, and for a name whose folders another row has.
     """
     if split_name(file.name).attribute:
         raise ConfigError(
@@ -269,6 +270,7 @@ def add_method(suite: Suite, file: Path, name: str = "") -> SuiteRow:
     tries = _tries_of(suite, file, method)
     extended = suite.with_row(row, config_name, tries, topology_in(suite, method))
     check_slugs(suite.name, "rows", extended.recipe.rows)
+    check_run_folders(suite.name, extended.recipe)
     return SuiteRow(extended, row)
 
 

@@ -631,7 +631,7 @@ def _parse_suite(name: str, tree: Mapping[str, Any]) -> Suite:
         check_printable(text)
     check_slugs(name, "rows", recipe.rows)
     check_slugs(name, "columns", recipe.columns)
-    _check_run_folders(name, recipe)
+    check_run_folders(name, recipe)
     tier, _, track = name.partition("-")
     tries = {row: checked_tries(name, row, values) for row, values in tree["tries"].items()}
     suite = Suite(
@@ -651,7 +651,7 @@ def _parse_suite(name: str, tree: Mapping[str, Any]) -> Suite:
     return suite
 
 
-def _check_run_folders(suite: str, recipe: Recipe) -> None:
+def check_run_folders(suite: str, recipe: Recipe) -> None:
     """Raise ConfigError if the runs of two cells have the same folder."""
     cell_by_folder: dict[Path, Cell] = {}
     for cell in recipe.cells():
