@@ -286,6 +286,18 @@ def test_the_sentence_names_the_clients_above_their_error(averaging_run: Run) ->
         assert part in no_change
 
 
+@pytest.mark.parametrize(
+    ("classes", "note"),
+    [([[1], [0]], " (of task 1) fell"), ([[1], [1, 2]], "' fell"), ([[0], [2]], "' fell")],
+)
+def test_the_sentence_names_the_tasks_of_a_class_if_some_have_it(
+    classes: list[list[int]], note: str, averaging_run: Run
+) -> None:
+    start = {**averaging_run.start, "stream": {"classes": classes}}
+    run_with_tasks = replace(averaging_run, start=start)
+    assert note in sentence_of(run_with_tasks, attribution(MOSTLY_TRAINING))
+
+
 def test_the_advice_fits_the_larger_part(averaging_run: Run) -> None:
     run = averaging_run
     run_lacking_class = with_counts(run, of_client_2=0)

@@ -299,10 +299,10 @@ def sentence_of(run: Run, attribution: Attribution) -> str:
 
 
 def _tasks_of_class(run: Run, change: ClassChange) -> str:
-    """A note on the tasks that contain the class, if not all of them do."""
+    """A note on the tasks that contain the class, if some of them do."""
     classes: Sequence[Sequence[int]] = run.start.get("stream", {}).get("classes", ())
     tasks = [str(task) for task, labels in enumerate(classes, 1) if change.label in labels]
-    if len(tasks) == len(classes):
+    if not tasks or len(tasks) == len(classes):
         return ""
     return f" (of task {' and '.join(tasks)})"
 
