@@ -237,6 +237,14 @@ def test_a_table_names_runs_that_are_not_finished(
     line = f"not finished: full, seed 1: 1 of 1 rounds, {100 * accuracy:.1f} % after the last"
     assert line in capsys.readouterr().out
 
+    for damaged in ('{"seed": 1', "[]", "{}"):
+        summary.write_text(damaged)
+        assert call([*words, "--table"]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert str(summary) in line
+    summary.unlink()
+    assert call(words) == 0, "the advice can be followed"
+
 
 def test_differences_to_a_row_are_paired_by_seed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

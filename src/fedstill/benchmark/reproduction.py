@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from fedstill.benchmark.recipes import Cell, Recipe
-from fedstill.core.errors import ConfigError
+from fedstill.core.errors import ConfigError, CorruptFile
 from fedstill.core.files import read_file
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.ranks import Difference, paired_difference
@@ -40,6 +40,9 @@ rounds differ much on uneven data.
 """
 
 RECENT_ROUNDS = 10
+
+RESTORE = "restore it, or delete it and run the command again"
+"""What to do about a damaged summary: a run without one continues from its last checkpoint."""
 
 Summary = Mapping[str, Any]
 """The summary of a finished run."""
@@ -106,7 +109,14 @@ class RecipeRuns:
 
 
 def _read_summary(folder: Path) -> Summary:
-    summary: Summary = json.loads(read_file(folder / SUMMARY).decode())
+    """The summary of a run; raises CorruptFile for a damaged file."""
+    path = folder / SUMMARY
+    try:
+        summary = json.loads(read_file(path))
+    except (OSError, ValueError) as error:
+        raise CorruptFile(f"{path} cannot be read: {error}; {RESTORE}") from error
+    if not isinstance(summary, dict) or not {"seed", "rounds"} <= summary.keys():
+        raise CorruptFile(f"{path} is not the summary of a run; {RESTORE}")
     return summary
 
 
