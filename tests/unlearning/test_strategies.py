@@ -20,7 +20,7 @@ from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.core.keys import seed_for
 from fedstill.core.records import SERVER, State, Tensors
 from fedstill.models import contract
-from fedstill.running.checkpoint import kept_updates
+from fedstill.running.checkpoint import UPDATES, kept_updates, update_file
 from fedstill.running.journal import STOP_REASON
 from fedstill.running.replay import Replay, checkpoints_of
 from fedstill.running.result import Result
@@ -424,6 +424,35 @@ def test_the_client_trains_in_no_new_round(name: str, new_run: Callable[[str], P
     assert new_stages <= {"ascend"}
     assert math.isfinite(Result.of(folder).accuracy)
     assert check_certificate(folder).original_checked
+
+
+@pytest.mark.parametrize("name", INEXACT_STRATEGIES)
+def test_the_new_run_has_copies_of_the_updates_of_other_clients_only(
+    name: str, original: OriginalRun, new_run: Callable[[str], Path]
+) -> None:
+    by_client: dict[int, set[str]] = {}
+    for event in journal_events(original.folder, event="client"):
+        update = update_file(original.folder / UPDATES, event)
+        by_client.setdefault(event["client"], set()).add(update.name)
+    of_client = by_client.pop(CLIENT)
+    of_others = set().union(*by_client.values())
+
+    found = {path.name for path in (new_run(name) / UPDATES).iterdir()}
+    assert not found & of_client
+    if name != "sifu":  # it goes back to an early round
+        assert of_others <= found
+
+
+def test_the_new_run_has_no_state_of_the_client(tmp_path: Path) -> None:
+    folder = trained(toys.toy("moon", rounds=1, topology={"clients": 6}), tmp_path / "run")
+    original = OriginalRun.of(folder, toys.blobs())
+    assert CLIENT in original.last_checkpoint.state_files
+    new = unlearned(original, "fine_tuning", tmp_path / "new", repair_rounds=1).result.directory
+    restored = checkpoints_of(new).latest()
+    assert restored is not None
+    assert restored.state_files.keys() == original.last_checkpoint.state_files.keys() - {CLIENT}
+    state_file, _ = original.last_checkpoint.state_files[CLIENT]
+    assert not (new / "memory" / state_file).exists()
 
 
 @pytest.mark.parametrize("name", INEXACT_STRATEGIES)

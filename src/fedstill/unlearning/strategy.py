@@ -8,7 +8,7 @@ which the run continues like any other: with journal, checkpoints, resume and re
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -229,6 +229,13 @@ class StartPoint:
     state: State
     state_files: Mapping[int, tuple[str, str]]
     events: Sequence[Event]
+
+    def without_clients(self, clients: Collection[int]) -> StartPoint:
+        """The start point without the states of some clients."""
+        state_files = {
+            client: file for client, file in self.state_files.items() if client not in clients
+        }
+        return replace(self, state_files=state_files)
 
 
 @dataclass(frozen=True)

@@ -364,23 +364,22 @@ def _begin(plan: UnlearningPlan, folder: Path, watch: Progress | None) -> Result
     start = plan.strategy.start(plan.original, plan.request, prepared)
     if start is None:
         return runner.run(plan.experiment, folder, data, watch=watch)
+    start = start.without_clients(plan.request.clients)
     new_directory(prepared.settings, folder)
     # The directory gets its name when it is complete: a process that was killed leaves nothing that
     # could be resumed as another run.
     with replaced_folder(folder) as temporary:
-        _write_start(prepared, temporary, plan.original, start)
+        _write_start(plan, temporary, start)
     return runner.resume(folder, data, watch=watch)
 
 
-def _write_start(
-    prepared: Prepared, folder: Path, original: OriginalRun, start: StartPoint
-) -> None:
+def _write_start(plan: UnlearningPlan, folder: Path, start: StartPoint) -> None:
     """Write a directory from which ``resume`` continues at a start point."""
-    _copy_memory(original, folder, start)
-    _copy_updates(original, folder, start)
-    write_config(folder, prepared.settings)
+    _copy_memory(plan.original, folder, start)
+    _copy_updates(plan, folder, start)
+    write_config(folder, plan.prepared.settings)
     restored = Restored(start.state, dict(start.state_files), EMPTY_MARK)
-    with closing(Driver(prepared, folder, Quiet())) as driver:
+    with closing(Driver(plan.prepared, folder, Quiet())) as driver:
         driver.begin_from(restored, start.events)
 
 
@@ -395,16 +394,20 @@ def _copy_memory(original: OriginalRun, folder: Path, start: StartPoint) -> None
     )
 
 
-def _copy_updates(original: OriginalRun, folder: Path, start: StartPoint) -> None:
-    """Copy the kept updates that the events before the start point name."""
+def _copy_updates(plan: UnlearningPlan, folder: Path, start: StartPoint) -> None:
+    """Copy the kept updates that the events before the start point name, except those of forgotten
+    clients.
+    """
     events = [event for event in start.events if UPDATE_SHA256 in event]
+    events = [event for event in events if event["client"] not in plan.request.clients]
     if not events:
         return
     make_folder(folder / UPDATES)
+    updates = plan.original.folder / UPDATES
     write_together(
         (
             update_file(folder / UPDATES, event),
-            read_verified(update_file(original.folder / UPDATES, event), event[UPDATE_SHA256]),
+            read_verified(update_file(updates, event), event[UPDATE_SHA256]),
         )
         for event in events
     )
