@@ -30,6 +30,7 @@ from fedstill.benchmark.tables import (
     standing_table,
     write_ranking_files,
 )
+from fedstill.core.errors import ConfigError
 from made_up_scores import made_up_score
 
 NAME = "digits-space"
@@ -138,6 +139,19 @@ def test_markdown_csv_latex_and_page_hold_the_same_numbers(
         name, cells = page_lines[number]
         rank, *numbers = re.findall("<td>(.*?)</td>", cells)
         assert [rank, name, *numbers] == line
+
+
+def test_only_tables_of_the_ranking_are_overwritten(digits: Standings, tmp_path: Path) -> None:
+    paths = write_ranking_files([digits], tmp_path)
+    contents = [path.read_bytes() for path in paths]
+    assert write_ranking_files([digits], tmp_path) == paths
+    assert [path.read_bytes() for path in paths] == contents
+    for path, content in zip(paths, contents, strict=True):
+        path.write_text("mine")
+        with pytest.raises(ConfigError, match=re.escape(str(path))):
+            write_ranking_files([digits], tmp_path)
+        assert path.read_text() == "mine"
+        path.write_bytes(content)
 
 
 def accuracies_in_csv(folder: Path) -> pd.DataFrame:

@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -24,7 +25,7 @@ from fedstill.benchmark.scoring import SCORE_FIELDS, Score
 from fedstill.benchmark.standings import FEDAVG, Placed, RankedRow, Standings
 from fedstill.benchmark.suites import TEST_SEEDS, TIERS, TRACKS, Suite
 from fedstill.core.errors import CorruptFile
-from fedstill.core.files import counted, make_folder, write_whole
+from fedstill.core.files import Kind, check_may_overwrite, counted, make_folder, write_whole
 from fedstill.metrics.ranks import Difference
 from fedstill.report import terminal
 from fedstill.report.summary import NONE, share_text
@@ -457,9 +458,23 @@ def markdown_agreement(all_standings: Sequence[Standings]) -> list[str]:
     return [f"## {AGREEMENT_TITLE}\n\n{AGREEMENT_EXPLANATION}\n\n{table}"]
 
 
+FILE_MARKS = {
+    "table.csv": re.compile(rb"\Asuite,version,"),
+    "standings.csv": re.compile(rb"\Asuite,#,"),
+    "table.md": re.compile(rb"\A## .*mean rank", re.DOTALL),
+    "table.tex": re.compile(rb"\A% .*mean rank", re.DOTALL),
+}
+"""The names of the files, and what all such files contain."""
+
+
 def write_ranking_files(all_standings: Sequence[Standings], folder: Path) -> list[Path]:
-    """Write table.csv, standings.csv, table.md and table.tex; the paths."""
+    """Write table.csv, standings.csv, table.md and table.tex; the paths.
+
+    Raises ConfigError if another file has one of these names; then nothing is written.
+    """
     make_folder(folder)
+    for name, mark in FILE_MARKS.items():
+        check_may_overwrite(folder / name, Kind("a table of the ranking", "", mark))
     runs = run_table(all_standings)
     lines: list[list[str]] = []
     sections = markdown_agreement(all_standings)
