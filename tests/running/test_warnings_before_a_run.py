@@ -237,6 +237,16 @@ def test_values_of_a_plan_with_an_effect_cause_no_warning(plan: dict[str, object
     assert _warnings(_data([0, 1, 2, 3], [0, 1, 2, 3]), plan=plan) == []
 
 
+def test_a_cosine_that_ends_before_the_last_round_causes_a_warning() -> None:
+    data = _data([0, 1, 2, 3], [0, 1, 2, 3])
+    plan = {"lr_schedule": "cosine", "lr_rounds": 4}
+    (warning,) = _warnings(data, plan=plan, rounds=6)
+    assert "plan.train.lr_rounds = 4" in warning
+    assert _warnings(data, plan=plan, rounds=4) == []
+    # The schedule restarts with each task, and a task has three rounds.
+    assert _warnings(data, plan=plan, rounds=6, stream={"kind": "drift", "tasks": 2}) == []
+
+
 @dataclass(frozen=True)
 class DecaysWithMomentum(FedAvg):
     """FedAvg with settings of its own."""

@@ -59,7 +59,7 @@ def setting_warnings(prepared: Prepared) -> Iterator[str]:
     for spec in dict.fromkeys((world.server_model, *world.client_models)):
         yield from network_warnings(spec, prepared.sites)
     for stage, plan in world.plans.items():
-        yield from _plan_warnings(stage, plan, settings.method)
+        yield from _plan_warnings(stage, plan, settings)
     defaults = default_plans(settings.method, settings.named.topology)
     yield from ineffective_plan_keys(world.plans, defaults)
     if settings.on_sites:
@@ -118,10 +118,11 @@ def log_once(warning: str) -> None:
     log.warning("%s", warning)
 
 
-def _plan_warnings(stage: str, plan: Plan, method: Method) -> Iterator[str]:
-    """Warnings about patience without held-out data, and about SGD's learning rate for another
-    optimiser.
+def _plan_warnings(stage: str, plan: Plan, settings: Settings) -> Iterator[str]:
+    """Warnings about patience without held-out data, about SGD's learning rate for another
+    optimiser, and about a cosine that ends early.
     """
+    method = settings.method
     may_score_public_data = plan.keep == "best" and stage in method.labelled
     if plan.patience and not plan.validation and not may_score_public_data:
         yield (
@@ -134,6 +135,14 @@ def _plan_warnings(stage: str, plan: Plan, method: Method) -> Iterator[str]:
         yield (
             f"plan.{stage}.lr = {plan.lr} is for {plan.optimiser} here, which has {default.lr} by "
             f"default; set plan.{stage}.lr, or plan.{stage}.optimiser = 'sgd'"
+        )
+    # The config of an earlier run has the rounds of that run.
+    rounds = settings.stream.lr_schedule_rounds(settings.rounds)
+    if plan.lr_schedule == "cosine" and plan.lr_rounds < rounds:
+        yield (
+            f"plan.{stage}.lr_rounds = {plan.lr_rounds} is below the {rounds} rounds of the "
+            f"schedule, so the rate stays at its lowest value afterwards; set "
+            f"plan.{stage}.lr_rounds = 0 for a cosine over all rounds"
         )
 
 
