@@ -470,6 +470,22 @@ def test_a_change_in_a_module_counts_wherever_it_was_imported(tmp_path: Path, im
         assert value_of(tmp_path, "two") == value
 
 
+def test_files_of_nested_folders_keep_their_digests_when_a_module_changes(tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    for folder in (tmp_path, inner):
+        (folder / f"beside_{folder.name}.py").write_text("VALUE = 1\n")
+        (folder / "mine.py").write_text(f"from beside_{folder.name} import VALUE\n" + USE)
+    before = registry.lookup("model", "mine.py:value", inner).target
+    digest_before = source_digest(before)
+    assert value_of(tmp_path, "mine") == 1
+
+    (tmp_path / f"beside_{tmp_path.name}.py").write_text("VALUE = 2\n")
+    after = registry.lookup("model", "mine.py:value", inner).target
+    assert value_of(tmp_path, "mine") == 2
+    assert source_digest(after) == digest_before
+
+
 def test_a_module_that_is_no_longer_imported_may_be_deleted(tmp_path: Path) -> None:
     (tmp_path / "gone.py").write_text("VALUE = 1\n")
     (tmp_path / "mine.py").write_text("from gone import VALUE\n" + USE)

@@ -73,8 +73,7 @@ def module_of_file(path: Path) -> ModuleType:
         raise ConfigError(f"{str(path)[:80]!r} cannot be a file: {error}") from error
     if not is_file:
         raise ConfigError(f"there is no file {path}; paths are relative to the config's folder")
-    if _is_stale(path.parent):
-        _forget_modules(path.parent)
+    _forget_changed(path.parent)
     name = _module_name(path)
     if name in sys.modules:
         _check_trusted(path, digest(read_file(path)))
@@ -156,12 +155,15 @@ def _module_name(path: Path) -> str:
     return f"{USER}{path.stem}_{sha[:8]}"
 
 
-def _is_stale(folder: Path) -> bool:
-    """Whether a module that was imported from a folder has changed."""
-    return any(
-        path.is_relative_to(folder) and _sha(path) != neighbour.sha
-        for path, neighbour in _neighbours.items()
-    )
+def _forget_changed(folder: Path) -> None:
+    """Forget the modules of this folder, and of each folder of users' files, in which one has
+    changed.
+    """
+    changed = [path for path, neighbour in _neighbours.items() if _sha(path) != neighbour.sha]
+    folders = {_file_of(name).parent for name in list(sys.modules) if name.startswith(USER)}
+    for user_folder in {folder, *folders}:
+        if any(path.is_relative_to(user_folder) for path in changed):
+            _forget_modules(user_folder)
 
 
 def _forget_modules(folder: Path) -> None:
