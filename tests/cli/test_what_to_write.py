@@ -39,6 +39,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("compare small.toml --methods fedavg fedntd", "--methods fedavg,fedntd"),
         ("compare small.toml --methods fedavg, fedntd", "--methods fedavg,fedntd"),
         ("compare small.toml --seeds ,", "--seeds"),
+        ("tune small.toml --seeds 1,2,1", "--seeds names 1"),
         ("compare small.toml --methods , -q", "--methods"),
         ("compare small.toml --jobs 99999999999", "--jobs"),
         ("compare --methods=fedavg fedntd -q", "--methods fedavg,fedntd"),

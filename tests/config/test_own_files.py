@@ -295,6 +295,10 @@ BAD_METHODS = {
         "def __post_init__(self): raise ValueError('no luck')",
         "ValueError: no luck",
     ),
+    "asserting": (
+        "def __post_init__(self): assert self.share > 1, 'too small'",
+        "AssertionError: too small",
+    ),
 }
 
 

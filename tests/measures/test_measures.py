@@ -654,6 +654,13 @@ def test_a_measure_of_ones_own_is_a_file(tmp_path: Path) -> None:
         resolve(measured(f"{tmp_path / 'other.py'}:look"))
 
 
+def test_a_measure_that_needs_an_argument_is_refused(tmp_path: Path) -> None:
+    constructor = "    def __init__(self, size):\n        self.size = size\n"
+    (tmp_path / "mine.py").write_text(OWN_MEASURE + constructor)
+    with pytest.raises(ConfigError, match=r"mine\.py:Clients.*'size'"):
+        resolve(measured(f"{tmp_path / 'mine.py'}:Clients"))
+
+
 def test_explain_shows_the_cost_and_warns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

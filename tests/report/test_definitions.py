@@ -110,7 +110,7 @@ def test_by_class_and_by_task(
         }
         assert lines["average_forgetting"].split()[-2:] == ["10.00", "26.67"]
         assert lines["published.lander"].split()[-1] == "–"
-    for wrong in ("0,0,2", "0,0,3,1", "2,2,3,3"):
+    for wrong in ("0,0,2", "0,0,3,1", "2,2,3,3", f"0,0,1,{10**15}"):
         assert call(["forgetting", str(path), "--class-tasks", wrong]) == 2
         assert "without gaps" in capsys.readouterr().err
 

@@ -46,6 +46,12 @@ def _comma_separated(type_: Any, tokens: Sequence[Token]) -> tuple[Any, ...]:
     return tuple(part_type(part) for part in parts)
 
 
+def _check_distinct_seeds(_: Any, seeds: tuple[int, ...]) -> None:
+    for seed in seeds:
+        if seeds.count(seed) > 1:
+            raise ConfigError(f"--seeds names {seed} more than once; name each seed once")
+
+
 def _one_kind(type_: Any, tokens: Sequence[Token]) -> str:
     """A kind of registered entries, in the singular or the plural; raises UnknownName otherwise."""
     kinds = get_args(type_)
@@ -67,7 +73,9 @@ _REPEATED = Parameter(negative="", consume_multiple=False, show_default=False)
 _FLAG = Parameter(negative="", show_default=False)
 
 Names = Annotated[tuple[str, ...], _LIST, Parameter(metavar="A,B,...")]
-Seeds = Annotated[tuple[int, ...], _LIST, Parameter(metavar="1,2,...")]
+Seeds = Annotated[
+    tuple[int, ...], _LIST, Parameter(metavar="1,2,...", validator=_check_distinct_seeds)
+]
 Rounds = Annotated[tuple[int, ...], _LIST, Parameter(metavar="50,100,...")]
 Numbers = Annotated[tuple[float, ...], _LIST, Parameter(metavar="10,10,...")]
 ClassTasks = Annotated[tuple[int, ...], _LIST, Parameter(metavar="0,0,1,...")]

@@ -26,7 +26,7 @@ from fedstill.config.validation import (
     wrong_value,
 )
 from fedstill.core import descriptions, registry
-from fedstill.core.errors import ConfigError, UnknownName, on_one_line
+from fedstill.core.errors import ConfigError, FedstillError, UnknownName, on_one_line
 from fedstill.core.fields import Seed, value_text
 from fedstill.core.files import named_path
 from fedstill.core.registry import short_name
@@ -91,7 +91,9 @@ class Named:
         try:
             # The entry's preset is part of the values: its fields are defaults of the schema.
             return self.entry.target(**self.values)
-        except (TypeError, ValueError) as error:
+        except FedstillError:
+            raise
+        except Exception as error:  # the constructor of a user's class may raise anything
             message = (
                 f"{self.kind} {self.entry.name} cannot be built from these fields: "
                 f"{on_one_line(error)}"

@@ -10,7 +10,7 @@ from pathlib import PurePath
 
 from fedstill.core import registry
 from fedstill.core.capabilities import Need
-from fedstill.core.errors import ConfigError, UnknownName
+from fedstill.core.errors import ConfigError, FedstillError, UnknownName, on_one_line
 from fedstill.core.records import SERVER, Stage, World
 from fedstill.core.rounds import Schedule
 from fedstill.measures.base import LOGITS, Measure, SendsLogits
@@ -25,7 +25,7 @@ def measures(names: Sequence[str]) -> dict[str, Measure]:
     """
     by_name: dict[str, Measure] = {}
     for name in names:
-        measure = registry.lookup("measure", name).build()
+        measure = _built(name)
         if not isinstance(measure, Measure):
             raise ConfigError(f"measure {name!r} is a {type(measure).__name__}, not a Measure")
         short = PurePath(name).name
@@ -34,6 +34,18 @@ def measures(names: Sequence[str]) -> dict[str, Measure]:
             raise ConfigError(f"measure = [..., {short!r}] contains the same measure twice")
         by_name[short] = measure
     return by_name
+
+
+def _built(name: str) -> object:
+    """The object of a measure's name. Raises ConfigError if a user's class cannot be built."""
+    entry = registry.lookup("measure", name)
+    try:
+        return entry.build()
+    except FedstillError:
+        raise
+    except Exception as error:
+        message = f"measure {name!r} cannot be built without arguments: {on_one_line(error)}"
+        raise ConfigError(message) from error
 
 
 def _check_definition(name: str, measure: Measure) -> None:

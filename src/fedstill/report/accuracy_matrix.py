@@ -329,8 +329,9 @@ def _column_names(cells: _Cells, *, is_by_class: bool) -> tuple[str, ...]:
 
 
 def _with_class_tasks(matrix: AccuracyMatrix, class_tasks: Sequence[int]) -> AccuracyMatrix:
-    first = min(class_tasks)
-    are_complete = set(class_tasks) == set(range(first, max(class_tasks) + 1))
+    distinct = sorted(set(class_tasks))
+    first = distinct[0]
+    are_complete = distinct == list(range(first, first + len(distinct)))
     if len(class_tasks) != len(matrix.columns) or first not in (0, 1) or not are_complete:
         raise ConfigError(
             f"--class-tasks {','.join(map(str, class_tasks))}: give the task of each of the "
