@@ -541,6 +541,7 @@ def test_wrong_names(root):
     refused("there are none", "cifar10", sizes=3)
     refused("data.size does not apply to dataset 'cifar10'", "cifar10", size=3)
     refused("^data.input_column does not apply to dataset 'digits'", "digits", input="text")
+    refused("dataset 'digits' has no columns, so it has no column 'ward'", "digits", owner="ward")
     refused("^data.missing_marks does not apply to dataset 'digits'", "digits", marks=True)
     for size in (0, 4097, True):
         refused(f"data.size = {size}: ", "my-own", size=size)

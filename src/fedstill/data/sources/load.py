@@ -209,6 +209,12 @@ def _check_fields(
     for field in sorted(set(fields) - set(legal)):
         if field not in FIELDS:
             raise UnknownName("field", field, legal, place=f"dataset {name!r}")
+        if field == "owner":
+            # The key is partition.column or stream.column.
+            raise ConfigError(
+                f"dataset {short_name(name)!r} has no columns, so it has no column "
+                f"{fields[field]!r}; remove the key column, or name data with this column"
+            )
         key = f"data.{CONFIG_KEYS.get(field, field)}"
         raise ConfigError(
             f"{key} does not apply to dataset {short_name(name)!r}: {explanation}; remove it"
