@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from double import widened as in_float64
 from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.core.records import ModelSpec
+from fedstill.core.registry import register
 from fedstill.methods.matching import (
     FittedModels,
     MatchingSettings,
@@ -28,6 +29,7 @@ from fedstill.methods.matching import (
 )
 from fedstill.models import contract
 from fedstill.models.layer_chain import with_widths
+from fedstill.models.network import Network
 from fedstill.models.predictors import predictor
 
 WITHOUT_PRIOR = MatchingSettings(variance=1.0, prior_variance=1e9, gamma=1e-6)
@@ -392,6 +394,28 @@ def test_a_residual_networks_last_block_is_matched_and_the_rest_averaged(
 )
 def test_what_can_be_matched(name: str, kind: str) -> None:
     assert matchable(ModelSpec(name, (3, 32, 32), 5)) == kind
+
+
+def test_low_rank_updates_cannot_be_matched() -> None:
+    assert not matchable(contract.spec_for("low_rank", (4,), 5, {"of": "mlp"}))
+
+
+@register("model", "toy_round_cnn")
+def round_cnn(input_shape: tuple[int, int, int], classes: int) -> Network:
+    """A network whose convolution goes on at the opposite edge of an image."""
+    convolution = nn.Conv2d(input_shape[0], 3, 3, padding=1, padding_mode="circular")
+    return Network(nn.Sequential(convolution, nn.ReLU(), nn.Flatten()), 3 * 16, classes)
+
+
+def test_wider_convolutions_have_the_padding_of_the_old_ones() -> None:
+    spec = contract.spec_for("toy_round_cnn", (1, 4, 4), 5)
+    model = drawn_model(spec, 1)
+    x = torch.randn(6, 1, 4, 4, generator=torch.Generator().manual_seed(9)).double()
+
+    merged = matched(spec, [model], WITHOUT_PRIOR)
+
+    expected = predictor(spec, model)(x)
+    torch.testing.assert_close(outputs(spec, merged), expected, rtol=PULL, atol=PULL)
 
 
 def test_what_cannot_be_matched_is_refused() -> None:

@@ -142,7 +142,8 @@ def with_widths(m: nn.Module, widths: Sequence[int]) -> nn.Module:
 
 
 def _biased(layer: object) -> bool:
-    plain = isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)
+    # Subclasses may compute something else, with other entries, as low_rank's layers do.
+    plain = type(layer) is nn.Linear or (type(layer) is nn.Conv2d and layer.groups == 1)
     return plain and layer.bias is not None  # type: ignore[attr-defined]
 
 
@@ -161,8 +162,5 @@ def _inputs(layer: Any) -> int:
 def _like(layer: Any, inputs: int, units: int) -> nn.Module:
     if not isinstance(layer, nn.Conv2d):
         return nn.Linear(inputs, units)
-    kernel: Any = layer.kernel_size
-    stride: Any = layer.stride
-    padding: Any = layer.padding
-    dilation: Any = layer.dilation
-    return nn.Conv2d(inputs, units, kernel, stride, padding=padding, dilation=dilation)
+    options = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+    return nn.Conv2d(inputs, units, **{name: getattr(layer, name) for name in options})
