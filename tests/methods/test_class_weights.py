@@ -357,3 +357,19 @@ def test_weights_that_fit_no_class_are_refused(weights: object) -> None:
 def test_a_config_without_weights_does_not_mention_them() -> None:
     assert "class_weights" not in resolve(toys.toy("fedavg")).toml
     assert "class_weights" in resolve(toys.toy(plan={"class_weights": "balanced"})).toml
+
+
+def test_ccvr_weighs_the_classes_that_have_examples_in_the_last_task() -> None:
+    def head_after(weights: tuple[float, ...]) -> dict[str, Tensor]:
+        toy = toys.toy(
+            "ccvr",
+            rounds=2,
+            stream={"kind": "classes", "tasks": 2, "order": ((0, 1), (2, 3, 4))},
+            plan={"epochs": 1, "batch": 20, "calibrate": {"class_weights": weights}},
+        )
+        state = states_after(context_of(prepare(resolve(toy), toys.blobs())), 2)[-1]
+        return {name: state.params[name] for name in ("head.weight", "head.bias")}
+
+    head = head_after((1.0, 1.0, 4.0, 1.0, 0.5))
+    assert same_bits(head_after((7.0, 0.0, 4.0, 1.0, 0.5)), head)
+    assert not same_bits(head_after((1.0, 1.0, 4.0, 1.0, 2.0)), head)

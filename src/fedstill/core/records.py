@@ -247,9 +247,9 @@ class TrainingStart:
     on, if they are not the site's. Together with ``model`` they are never augmented; so the server
     can train something small without public data. A reply always counts the site's own examples.
 
-    The engine sets the last two fields. ``head``: which outputs take part in training, (C,) bool;
-    None: all. ``class_weights``: the weight of each class in losses of labels, (C,); None: all
-    classes weigh the same.
+    ``head``: which outputs take part in training, (C,) bool; None: all. The engine sets it for
+    clients, if there are tasks. ``class_weights``, which the engine sets: the weight of each class
+    in losses of labels, (C,); None: all classes weigh the same.
     """
 
     params: Tensors

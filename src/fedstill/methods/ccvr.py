@@ -250,14 +250,15 @@ class Calibrate(ClientWork):
         )
         features = means.unsqueeze(1) + noise @ roots.mT  # (C, M, D)
 
-        present = (counts > 0).nonzero().squeeze(1)
-        values = features[present].flatten(0, 1).to(dtype_of(head))
-        labels = torch.arange(len(present)).repeat_interleave(self.samples)
+        is_present = counts > 0
+        values = features[is_present].flatten(0, 1).to(dtype_of(head))
+        labels = is_present.nonzero().squeeze(1).repeat_interleave(self.samples)
         return TrainingStart(
-            {name: value[present] for name, value in head.items()},
-            model=ModelSpec("logistic", (means.shape[1],), len(present)),
+            head,
+            model=ModelSpec("logistic", (means.shape[1],), world.classes),
             examples=Examples(values, labels),
-            constants={"head": head, "present": present},
+            constants={"received": head, "is_present": is_present},
+            head=is_present,
         )
 
     def end(
@@ -268,7 +269,8 @@ class Calibrate(ClientWork):
         view: View,
         world: World,
     ) -> tuple[Payload, Payload]:
-        head = {name: value.clone() for name, value in start["head"].items()}
-        for name, rows in params.items():
-            head[name][start["present"]] = rows
+        # Weight decay also changes the rows of classes without examples.
+        head = {name: value.clone() for name, value in start["received"].items()}
+        for name, rows in head.items():
+            rows[start["is_present"]] = params[name][start["is_present"]]
         return Payload(head=head), NOTHING
