@@ -28,7 +28,7 @@ from fedstill.data.inputs import Inputs
 from fedstill.flower.site_settings import code_in
 from fedstill.measures.base import EvaluationContext, Measure, Numbers
 from fedstill.measures.choice import MeasuredRun, measures, unsuited_measures
-from fedstill.measures.features import directions
+from fedstill.measures.features import directions, tsne_embedding
 from fedstill.metrics.local_models import by_epoch
 from fedstill.running.journal import without_times
 from fedstill.running.preparation import prepare
@@ -499,6 +499,11 @@ def test_a_joint_tsne_places_classes_together(last_round: LastRound) -> None:
 
     assert np.array(numbers["x"]).shape == (len(numbers["models"]), 100)
     assert distances[is_same_class].mean() < 0.7 * distances[~is_same_class].mean()
+
+
+def test_a_tsne_of_equal_features_has_one_place() -> None:
+    places = tsne_embedding(torch.full((40, 8), 0.5), seed=0)
+    assert torch.equal(places, torch.zeros(40, 2))
 
 
 def test_directions_are_counts_of_angles() -> None:

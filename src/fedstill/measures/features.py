@@ -87,6 +87,8 @@ MODELS = 10
 """The maximum number of local models in a figure."""
 TSNE_DIGITS = 1
 PERPLEXITY = 30.0
+LEAST_SPREAD = 1e-12
+"""With a smaller difference between features, scikit-learn's t-SNE divides by 0 and crashes."""
 
 
 @register("measure", "tsne")
@@ -133,9 +135,13 @@ class JointTSNE(Measure):
 
 
 def tsne_embedding(features: torch.Tensor, seed: int) -> torch.Tensor:
-    """The t-SNE embedding (n, 2) of features (n, D); deterministic for a seed."""
+    """The t-SNE embedding (n, 2) of features (n, D); deterministic for a seed. It is 0 for equal
+    features, such as those of dead units.
+    """
     from sklearn.manifold import TSNE
 
+    if float((features - features[0]).abs().max()) < LEAST_SPREAD:
+        return torch.zeros(len(features), 2)
     perplexity = min(PERPLEXITY, (len(features) - 1) / 3)
     with threadpool_limits(1):
         places = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(
