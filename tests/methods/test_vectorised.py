@@ -21,8 +21,10 @@ from fedstill.core import registry
 from fedstill.core.errors import ConfigError
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Payload, Stage, Step, TrainingStart, View, World
+from fedstill.core.registry import method
 from fedstill.data.sources import from_tensors
 from fedstill.engines.vectorised import VectorisedEngine
+from fedstill.methods.fedavg import FedAvg
 from fedstill.running.preparation import prepare
 from fedstill.running.runner import run
 
@@ -249,6 +251,30 @@ def test_what_cannot_be_stacked_is_refused_before_round_1(
 def test_frozen_running_statistics_can_be_stacked() -> None:
     plan = {**stacking.PLAN, "norm": "frozen"}
     assert_engines_agree("fedavg", model="toy_batchnorm", plan=plan)
+
+
+class OfTheLastClass(ClientWork):
+    """Training on the client's examples of the last class."""
+
+    def begin(
+        self, payload: Payload, client_state: Payload, view: View, world: World
+    ) -> TrainingStart:
+        is_chosen = view.data.labels == world.classes - 1
+        return TrainingStart(payload.params, only=is_chosen.nonzero().flatten())
+
+
+@method("toy_of_the_last_class")
+@dataclass(frozen=True)
+class TrainsOnTheLastClass(FedAvg):
+    """FedAvg on one class."""
+
+    def work(self, stage: Stage) -> ClientWork:
+        return OfTheLastClass()
+
+
+def test_clients_that_select_no_example_give_the_serial_engines_results() -> None:
+    partition = {"kind": "dirichlet", "alpha": 0.05, "min_size": 4}
+    assert_engines_agree("toy_of_the_last_class", partition=partition)
 
 
 def test_one_image_a_client() -> None:

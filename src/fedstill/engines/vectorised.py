@@ -23,8 +23,8 @@ from fedstill.core.method import ClientWork
 from fedstill.core.records import ModelSpec, Payload, Plan, Reply, Stage, TrainingStart, View
 from fedstill.engines.clients import (
     TrainingSetup,
-    available_examples,
     stage_examples,
+    trained_labels,
     uses_scores,
 )
 from fedstill.engines.hardware import torch_threads
@@ -233,11 +233,8 @@ def _is_stackable(started: StartedClient, setup: TrainingSetup) -> bool:
     start = started.start
     if start.model is not None or not start.params:
         return False
-    available = available_examples(start, started.view, setup.stage)
-    size = len(available)
-    if start.only is not None:
-        size = len(start.only)
-    return len(available) > 0 and not joins_last_example(started.view.model, setup.plan, size)
+    size = len(trained_labels(start, started.view, setup.stage))
+    return size > 0 and not joins_last_example(started.view.model, setup.plan, size)
 
 
 def _is_draw_under_vmap(error: Exception) -> bool:
