@@ -31,7 +31,7 @@ from fedstill.core.errors import (
 )
 from fedstill.report.page import write_page
 from fedstill.running import same_run
-from fedstill.running.compare import variants
+from fedstill.running.compare import output_folder, variants
 from fedstill.running.directory import claimed
 from fedstill.running.journal import read_journal
 from fedstill.running.runner import resume, run
@@ -446,3 +446,32 @@ def test_a_resume_with_the_same_versions_records_nothing(
     resume(folder, toys.blobs())
     assert "goes on with" not in caplog.text
     assert_same_bits(bits(folder), uninterrupted_bits("parallel"))
+
+
+def test_commands_at_the_same_time_get_different_output_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with output_folder(None, "compare") as first, output_folder(None, "compare") as second:
+        assert first != second
+        (second / "report.html").touch()
+    assert list(Path("runs").iterdir()) == [second], "an empty folder is removed"
+
+
+def test_a_new_output_folder_has_not_been_packed_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    Path("runs/compare-1.runs.tar.xz").touch()
+    with output_folder(None, "compare") as folder:
+        assert folder == Path("runs/compare-2")
+
+
+def test_a_file_in_place_of_the_output_folders_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").touch()
+    with pytest.raises(ConfigError, match="runs"), output_folder(None, "compare"):
+        pass

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fedstill.core.errors import UnknownName
 from fedstill.report import terminal
-from fedstill.running.compare import new_folder
+from fedstill.running.compare import output_folder
 from scorecard.rows import HEAD, all_passed, chosen_rows, measure_rows, score_lines, write_scorecard
 from scorecard.trials import PromiseRow
 
@@ -34,7 +34,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.quiet:
         announce = _silent
     scorecard = measure_rows(rows, arguments.quick, announce)
-    page = write_scorecard(scorecard, arguments.out or new_folder("scorecard"))
+    with output_folder(arguments.out, "scorecard") as folder:
+        page = write_scorecard(scorecard, folder)
 
     screen = terminal.console()
     screen.print(terminal.PlainTable(HEAD, score_lines(scorecard)))

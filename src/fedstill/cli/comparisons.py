@@ -74,22 +74,22 @@ def compare_command(  # noqa: PLR0913 - the options of the command compare
     """
     from fedstill.config.experiment import load
     from fedstill.config.overrides import parse_grid, with_working_directory_paths
-    from fedstill.running.compare import new_folder, variants
+    from fedstill.running.compare import output_folder, variants
 
     experiment = load(config, set_)
-    folder = out or new_folder("compare")
     method_names = with_working_directory_paths(methods, experiment.base)
-    runs = variants(experiment, folder, method_names, seeds, parse_grid(grid))
-    return carry_out(
-        runs,
-        folder,
-        jobs,
-        devices=devices,
-        quiet=quiet,
-        track=track,
-        debug=debug,
-        overwrite=overwrite,
-    )
+    with output_folder(out, "compare") as folder:
+        runs = variants(experiment, folder, method_names, seeds, parse_grid(grid))
+        return carry_out(
+            runs,
+            folder,
+            jobs,
+            devices=devices,
+            quiet=quiet,
+            track=track,
+            debug=debug,
+            overwrite=overwrite,
+        )
 
 
 def demo_command(
@@ -113,13 +113,13 @@ def demo_command(
     from importlib import resources
 
     from fedstill.config.experiment import load
-    from fedstill.running.compare import new_folder, variants
+    from fedstill.running.compare import output_folder, variants
 
     with resources.as_file(resources.files("fedstill") / "recipes" / "demo.toml") as path:
         experiment = load(path)
-    folder = out or new_folder("demo")
-    runs = variants(experiment, folder, ("fedavg", "fedprox", "fedntd"), seeds)
-    return carry_out(runs, folder, jobs, quiet=quiet, overwrite=overwrite)
+    with output_folder(out, "demo") as folder:
+        runs = variants(experiment, folder, ("fedavg", "fedprox", "fedntd"), seeds)
+        return carry_out(runs, folder, jobs, quiet=quiet, overwrite=overwrite)
 
 
 def report_command(
@@ -404,7 +404,6 @@ def tune_command(  # noqa: PLR0913 - the options of the command tune
 
     experiment = load(config, set_)
     check_numbers(devices)
-    folder = out or compare.new_folder("tune")
     finished: list[Outcome] = []
     progress = followed_runs(quiet, trials * len(seeds))
 
@@ -420,19 +419,20 @@ def tune_command(  # noqa: PLR0913 - the options of the command tune
         finished.extend(outcomes)
         return outcomes
 
-    tuning = Tuning(
-        experiment,
-        parse_space(space),
-        seeds,
-        folder,
-        carry_out_trial,
-        goal=goal,
-        overwrite=overwrite,
-    )
-    _unpack_to_continue(folder)
-    with claimed(folder), progress:
-        for _ in tuning.run(trials):
-            setting_effects.write_tuning_page(tuning, folder / "tuning.html")
+    with compare.output_folder(out, "tune") as folder:
+        tuning = Tuning(
+            experiment,
+            parse_space(space),
+            seeds,
+            folder,
+            carry_out_trial,
+            goal=goal,
+            overwrite=overwrite,
+        )
+        _unpack_to_continue(folder)
+        with claimed(folder), progress:
+            for _ in tuning.run(trials):
+                setting_effects.write_tuning_page(tuning, folder / "tuning.html")
 
     screen = terminal.console()
     if tuning.trials:

@@ -30,7 +30,7 @@ from fedstill.running.compare import (
     Outcome,
     Variant,
     carry_out_runs,
-    new_folder,
+    output_folder,
     variants,
 )
 from fedstill.running.directory import claimed
@@ -224,26 +224,29 @@ def compare(  # noqa: PLR0913 - the options of the command compare
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs = {jobs} must be at least 1")
     check_numbers(plain_value(devices))
-    folder = named_path(out) if out else new_folder("compare")
-    runs = variants(experiment, folder, methods, seeds, grid)
-    _check_importable(runs)
-    unpack_if_packed(folder)
     if isinstance(track, str):
         track = [track]
-    with claimed(folder):
-        with _without_main_module():
-            outcomes = followed_outcomes(
-                runs,
-                jobs,
-                devices=plain_value(devices),
-                quiet=quiet,
-                debug=debug,
-                overwrite=overwrite,
-                track=track,
-            )
-        started = started_folders(runs, outcomes)
-        if started:
-            write_files(started, folder)
+    requested_folder = None
+    if out:
+        requested_folder = named_path(out)
+    with output_folder(requested_folder, "compare") as folder:
+        runs = variants(experiment, folder, methods, seeds, grid)
+        _check_importable(runs)
+        unpack_if_packed(folder)
+        with claimed(folder):
+            with _without_main_module():
+                outcomes = followed_outcomes(
+                    runs,
+                    jobs,
+                    devices=plain_value(devices),
+                    quiet=quiet,
+                    debug=debug,
+                    overwrite=overwrite,
+                    track=track,
+                )
+            started = started_folders(runs, outcomes)
+            if started:
+                write_files(started, folder)
     _raise_unless_finished(outcomes, folder)
     return Comparison.of(*started)
 

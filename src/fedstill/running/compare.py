@@ -51,6 +51,7 @@ from fedstill.running.journal import (
     read_journal,
     start_of_journal,
 )
+from fedstill.running.packs import pack_of
 from fedstill.running.preparation import read_data, reading_options, with_pixels
 from fedstill.running.recording import NoProgress
 from fedstill.running.same_run import RunIdentity, why_not_same
@@ -277,10 +278,40 @@ def with_starts(runs: Sequence[Variant]) -> list[Variant]:
     return list(by_folder.values())
 
 
-def new_folder(name: str) -> Path:
-    """A folder under ``runs/`` that does not exist yet."""
-    paths = (Path("runs") / f"{name}-{number}" for number in itertools.count(1))
-    return next(path for path in paths if not path.exists())
+@contextmanager
+def output_folder(out: Path | None, name: str) -> Iterator[Path]:
+    """The output folder of a command: ``out``, or else a new folder ``runs/NAME-1``, 2, ….
+
+    Commands that run at the same time get different new folders. A new folder is removed if nothing
+    was written to it. Raises ConfigError if it cannot be created.
+    """
+    if out is not None:
+        yield out
+        return
+    folder = _create_folder(Path("runs"), name)
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # Only empty folders can be removed.
+            folder.rmdir()
+            folder.parent.rmdir()
+
+
+def _create_folder(parent: Path, name: str) -> Path:
+    """Create the first of NAME-1, NAME-2, … that neither exists nor has been packed."""
+    number = 0
+    try:
+        while True:
+            number += 1
+            folder = parent / f"{name}-{number}"
+            if folder.exists() or pack_of(folder).exists():
+                continue
+            # Another process may have created it in the meantime.
+            with suppress(FileExistsError):
+                folder.mkdir(parents=True)
+                return folder
+    except OSError as error:
+        raise ConfigError(f"cannot make a folder in {parent}: {error.strerror}") from error
 
 
 def with_seed(experiment: Experiment, seed: int) -> Experiment:
