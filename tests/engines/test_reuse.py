@@ -178,9 +178,16 @@ def test_labels_of_the_public_set_count_where_clients_are_measured(
 
 @dataclass(frozen=True)
 class Weighted(ClientWork):
-    """A work with a tensor, of which ``repr`` shows the first and the last numbers."""
+    """A work with a value, whose ``repr`` may be incomplete."""
 
-    weights: torch.Tensor
+    weights: object
+
+
+class Plain(ClientWork):
+    """The same without fields."""
+
+    def __init__(self, weights: object) -> None:
+        self.weights = weights
 
 
 def test_own_tests_and_tensors_of_the_work_are_part_of_what_a_reply_depends_on() -> None:
@@ -223,8 +230,16 @@ def test_own_tests_and_tensors_of_the_work_are_part_of_what_a_reply_depends_on()
     changed = large.clone()
     changed[1000] = 1.0
     assert repr(large) == repr(changed)
-    works = [Weighted(large), Weighted(changed), Weighted(large.clone())]
-    assert len({key_of(replace(inputs, work=work)) for work in works}) == 2
+    copy = large.clone()
+    for work in (Weighted, Plain):
+        for form in (
+            lambda value: value,
+            lambda value: {"w": value},
+            lambda value: ("w", [value]),
+            lambda value: Payload(w=value),
+        ):
+            works = [work(form(value)) for value in (large, changed, copy)]
+            assert len({key_of(replace(inputs, work=work)) for work in works}) == 2
 
 
 NETWORK = """

@@ -247,17 +247,20 @@ def _stage_identity(inputs: ReplyInputs) -> list[Any]:
 
 def _work_identity(work: ClientWork) -> list[Any]:
     """The work's class and its hyper-parameters."""
-    values: dict[str, str] = {}
+    values: Mapping[str, Any] = vars(work)
     if is_dataclass(work):
-        values = {field.name: _value_identity(getattr(work, field.name)) for field in fields(work)}
-    return [class_identity(type(work)), values]
+        values = {field.name: getattr(work, field.name) for field in fields(work)}
+    return [class_identity(type(work)), {name: _identity(value) for name, value in values.items()}]
 
 
-def _value_identity(value: object) -> str:
-    """A text that identifies the value of a field."""
+def _identity(value: object) -> str:
+    """A text that identifies a value. The ``repr`` of tensors and payloads is incomplete."""
     if isinstance(value, torch.Tensor):
-        # repr would abbreviate a large tensor.
         return digest(*encoded_parts(Payload(value=value)))
+    if isinstance(value, Mapping):
+        return repr({str(key): _identity(item) for key, item in value.items()})
+    if isinstance(value, (list, tuple)):
+        return repr([_identity(item) for item in value])
     return repr(value)
 
 
