@@ -205,6 +205,15 @@ def test_an_empty_matrix_is_refused() -> None:
         tasks.final_accuracy(np.zeros((0, 3)))
 
 
+PUBLISHED = [definition for definition in TABLE if not definition.by_class]
+
+
+@pytest.mark.parametrize("definition", PUBLISHED, ids=lambda definition: definition.name)
+def test_published_definitions_need_a_column_for_each_task(definition: Definition) -> None:
+    with pytest.raises(ConfigError, match="3 tasks"):
+        definition.of([[0.5, None], [0.4, 0.6], [0.3, 0.5]], None)
+
+
 def test_a_maximum_over_tasks_finds_forgetting_of_a_hard_task_and_too_little_elsewhere() -> None:
     """LANDER's formula takes the best task of each row, as its code does: the two matrices of
     docs/forgetting.md.

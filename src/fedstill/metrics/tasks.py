@@ -338,9 +338,15 @@ def mfcl(matrix: TensorLike) -> float:
 
 
 def _square(matrix: TensorLike) -> Values:
-    """The columns of the tasks so far, (T, T)."""
-    accuracy = float_array(matrix, 2, "an accuracy matrix")
-    return accuracy[:, : len(accuracy)]
+    """The columns of the tasks so far, (T, T). Raises ConfigError if there are fewer columns."""
+    accuracy = started_columns(matrix, tasks=None).accuracy
+    rows, columns = accuracy.shape
+    if columns < rows:
+        raise ConfigError(
+            f"a matrix with the ends of {rows} tasks needs a column for each task, but has "
+            f"{columns}; by class, use average_forgetting with tasks"
+        )
+    return accuracy
 
 
 def _earlier_mean(losses: Values) -> float:
