@@ -334,3 +334,13 @@ def test_modules_that_cannot_be_wrapped_are_refused_in_one_line(
 
     assert problem in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_the_networks_of_a_pair_are_found_beside_the_config(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(NETWORK_FILE)
+    (tmp_path / "pair.toml").write_text("[model]\nname = 'pair'\nown = 'own.py:net'\n")
+
+    settings = resolve(load(tmp_path / "pair.toml"))
+
+    assert settings.named.model.values["own"] == f"{tmp_path / 'own.py'}:net"
+    assert settings.named.model.values["shared"] == "cnn"

@@ -161,18 +161,25 @@ def resolved_name(kind: str, name: str, base: Path | None) -> str:
 
 
 def with_resolved_code(fields: Mapping[str, Any], base: Path | None) -> dict[str, Any]:
-    """The fields of a network, with the resolved name of the network that it wraps.
+    """The fields of a network, with the resolved names of the networks that it consists of.
 
     Networks such as ``low_rank`` wrap another one, which they name under ``of``; its own fields are
-    in a table in theirs, and may wrap a third one.
+    in a table in theirs, and may wrap a third one. A ``pair`` names two networks.
     """
     resolved = dict(fields)
     for key, value in fields.items():
         if isinstance(value, Mapping):
             resolved[key] = with_resolved_code(value, base)
-        elif key == "of" and isinstance(value, str):
-            resolved[key] = known_name("model.of", "model", value, base)
+        elif isinstance(value, str) and _names_network(key, value):
+            resolved[key] = known_name(f"model.{key}", "model", value, base)
     return resolved
+
+
+def _names_network(key: str, value: str) -> bool:
+    """Whether a field of a network names another network. A user's network may have a field
+    ``own`` or ``shared`` with another meaning.
+    """
+    return key == "of" or (key in ("own", "shared") and split_name(value).is_code)
 
 
 def schema_of_name(kind: str, name: str, base: Path | None) -> Schema:
