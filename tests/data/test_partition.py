@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from fedstill.core import descriptions
-from fedstill.core.errors import ConfigError, DataError, InfeasiblePartition
+from fedstill.core.errors import USER, ConfigError, DataError, InfeasiblePartition
 from fedstill.core.keys import numpy_generator
 from fedstill.core.registry import lookup, names
 from fedstill.data import partition as p
@@ -545,6 +545,12 @@ def test_slow_splits_are_read_from_the_cache(tmp_path, monkeypatch):
     assert len(list((tmp_path / "partitions").iterdir())) == 3
 
 
+def of_a_file(partition):
+    """A partition, as if a config named this file. The cache only stores splits of such files."""
+    partition.__module__ = f"{USER}rules"
+    return partition
+
+
 @pytest.mark.parametrize("as_groups", [np.asarray, torch.from_numpy, lambda a: a.astype(object)])
 def test_the_cache_tells_long_columns_of_owners_apart(as_groups, tmp_path, monkeypatch):
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
@@ -553,6 +559,7 @@ def test_the_cache_tells_long_columns_of_owners_apart(as_groups, tmp_path, monke
     second = first.copy()
     second[[500, 1500]] = [1, 0]
 
+    @of_a_file
     def by_owner(labels, clients, groups):
         return [np.flatnonzero(np.asarray(groups) == owner) for owner in range(clients)]
 
@@ -562,6 +569,16 @@ def test_the_cache_tells_long_columns_of_owners_apart(as_groups, tmp_path, monke
         )
         assert same(parts, by_owner(labels, 2, groups))
     assert len(list((tmp_path / "partitions").iterdir())) == 2
+
+
+def test_splits_of_a_module_that_may_be_older_than_its_file_are_not_cached(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
+
+    def halves(labels, clients):
+        return np.array_split(np.arange(len(labels)), clients)
+
+    p.cached_split(halves, BALANCED, slow_seconds=0, clients=2)
+    assert not (tmp_path / "partitions").exists()
 
 
 def test_a_damaged_or_missing_cache_is_as_none(tmp_path, monkeypatch):
@@ -589,6 +606,7 @@ def test_only_splits_are_cached(parts, tmp_path, monkeypatch):
     """A file would hold other results as whole numbers, and the next call would return these."""
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
 
+    @of_a_file
     def slow(labels, clients, result):
         return result
 
@@ -600,6 +618,7 @@ def test_only_splits_are_cached(parts, tmp_path, monkeypatch):
 def rotation(shift):
     """A partition that depends on a variable of this function."""
 
+    @of_a_file
     def rotated(labels, clients):
         turns = (np.arange(len(labels)) + shift) % clients
         return [np.flatnonzero(turns == client) for client in range(clients)]

@@ -5,6 +5,7 @@ damaged file is replaced.
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.files import cache_folder
 from fedstill.core.method import ClientWork
 from fedstill.core.records import Examples, Payload, Reply, Stage, View
+from fedstill.core.registry import register
 from fedstill.data.inputs import Inputs
 from fedstill.engines import serial
 from fedstill.engines.clients import TrainingSetup
@@ -277,6 +279,38 @@ def test_a_network_within_another_one_is_part_of_what_a_reply_depends_on(
         Path("nets.py").write_text(NETWORK.format(activation=activation))
         fits.clear()
         run(experiment("local_only", model=model), tmp_path / activation, toys.blobs())
+        assert fitted(fits) == ALL_CLIENTS
+
+
+def test_replies_of_networks_that_their_file_does_not_identify_are_not_stored(
+    cache: Path,
+    fits: list[tuple[str, int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A notebook imports a module, which changes before it is imported again."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "nets_of_notebook.py"
+    file.write_text(NETWORK.format(activation="ReLU"))
+    module = importlib.import_module("nets_of_notebook")
+    file.write_text(NETWORK.format(activation="Tanh") + "# longer\n")
+    for name in ("old", "new"):
+        fits.clear()
+        run(experiment("local_only", model=module.Net), tmp_path / name, toys.blobs())
+        assert fitted(fits) == ALL_CLIENTS
+        importlib.reload(module)
+
+
+def test_replies_of_registered_networks_are_not_stored(
+    cache: Path, fits: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    """A notebook registers a network again after a change."""
+    for activation in ("ReLU", "Tanh"):
+        cell: dict[str, Any] = {"__name__": "__main__"}
+        exec(NETWORK.format(activation=activation), cell)
+        register("model", "typed_net")(cell["Net"])
+        fits.clear()
+        run(experiment("local_only", model="typed_net"), tmp_path / activation, toys.blobs())
         assert fitted(fits) == ALL_CLIENTS
 
 

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+import fedstill
 import toys
 from fedstill.config.resolve import resolve
-from fedstill.core.errors import CorruptFile
+from fedstill.core.capabilities import Need
+from fedstill.core.errors import ConfigError, CorruptFile
+from fedstill.core.method import Method
+from fedstill.core.registry import register
 from fedstill.running.runs import settings_but_seed
 from fedstill.running.same_run import RunIdentity, check_same, code_digests, comparable_start
 from newcomer import mine
@@ -92,3 +96,40 @@ def test_the_file_of_a_stream_has_a_digest(tmp_path: Path) -> None:
     file.write_text("def seasons(labels, tasks, classes): ...\n")
     stream = {"kind": f"{file}:seasons", "tasks": 3}
     assert str(file) in code_digests(resolve(toys.toy(stream=stream)))
+
+
+def test_the_module_of_an_import_path_is_compared_if_it_was_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "nets_by_path.py"
+    file.write_text("from torch import nn\ndef net(classes):\n    return nn.Linear(4, classes)\n")
+    settings = resolve(toys.toy(model="nets_by_path:net"))
+    noted = code_digests(settings)
+    assert noted.keys() == {str(file)}
+    assert code_digests(resolve(toys.toy(model="torch.nn:Identity"))) == {}
+
+    file.write_text(file.read_text() + "VALUE = 2\n")
+    assert RunIdentity.noted_in({"sources": noted}).changed_code(settings) == [str(file)]
+    assert not RunIdentity.noted_in({"sources": {}}).changed_code(settings)
+
+
+def test_the_code_of_a_class_that_a_script_registers_has_a_digest() -> None:
+    @register("method", "registered_here")
+    class First(Method):
+        def requires(self) -> Need:
+            return super().requires()
+
+    settings = resolve(toys.toy("registered_here"))
+    noted = code_digests(settings)
+    assert noted.keys() == {"registered_here"}
+
+    @register("method", "registered_here")
+    class Second(Method):
+        def requires(self) -> Need:
+            return super().requires() | Need.SAME_SHAPES
+
+    identity = RunIdentity.noted_in({"sources": noted})
+    assert identity.changed_code(settings) == ["registered_here"]
+    with pytest.raises(ConfigError, match="cannot import registered_here"):
+        fedstill.compare(toys.toy("registered_here"))

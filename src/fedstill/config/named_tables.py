@@ -30,7 +30,7 @@ from fedstill.core.errors import ConfigError, FedstillError, UnknownName, on_one
 from fedstill.core.fields import Seed, value_text
 from fedstill.core.files import named_path
 from fedstill.core.registry import short_name
-from fedstill.core.user_modules import split_name
+from fedstill.core.user_modules import is_library_module, split_name
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,16 @@ class Named:
     def entry(self) -> registry.Entry:
         """The registered object."""
         return registry.lookup(self.kind, self.name)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the object only exists in this process: it was passed in Python, or a notebook, a
+        script or a module of the user's has registered it.
+        """
+        if self.name.startswith(registry.LIVE):
+            return True
+        is_ours = is_library_module(str(self.entry.target.__module__))
+        return not is_ours and not split_name(self.name).is_code
 
     @property
     def label(self) -> str:

@@ -147,10 +147,12 @@ class Settings(TopKeys):
         return measured_rounds(self.rounds, interval).union(last_of_tasks)
 
     @property
-    def live_names(self) -> list[str]:
-        """The names of Python objects that only exist in this process."""
-        named_objects = (self.named.method, self.named.model, self.named.partition)
-        return [named.name for named in named_objects if named.name.startswith(LIVE)]
+    def live_objects(self) -> list[Named]:
+        """The objects that only exist in this process."""
+        named = self.named
+        measures = [Named("measure", name, {}) for name in self.measure]
+        objects = [named.method, named.model, named.partition, named.topology, named.stream]
+        return [named_object for named_object in (*objects, *measures) if named_object.is_live]
 
     @cached_property
     def tree(self) -> dict[str, Any]:
@@ -260,10 +262,11 @@ def _check_processes(settings: Settings, device: str) -> None:
             "set 'cuda', and CUDA_VISIBLE_DEVICES in the environment",
         )
     has_processes = settings.is_deployed or settings.flower.grid == "ray"
-    if settings.engine == "flower" and has_processes and settings.live_names:
+    # The other processes may register objects, too.
+    passed = [live.name for live in settings.live_objects if live.name.startswith(LIVE)]
+    if settings.engine == "flower" and has_processes and passed:
         raise ConfigError(
-            f"{settings.live_names[0]!r} only exists in this process; put it in a file, and name "
-            "the file"
+            f"{passed[0]!r} only exists in this process; put it in a file, and name the file"
         )
 
 

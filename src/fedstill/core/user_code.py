@@ -21,6 +21,7 @@ from typing import Any
 from fedstill.core.capabilities import Addition, Declared, Need, Permit
 from fedstill.core.errors import (
     MAX_REASON,
+    USER,
     BadReturn,
     ConfigError,
     FedstillError,
@@ -28,7 +29,7 @@ from fedstill.core.errors import (
     suggestion,
 )
 from fedstill.core.fields import value_text
-from fedstill.core.user_modules import is_library_module
+from fedstill.core.user_modules import is_library_module, is_neighbour
 
 _LIBRARY = Path(__file__).parents[1]
 _METHODS = _LIBRARY / "methods"
@@ -67,7 +68,7 @@ def definition(function: Callable[..., Any]) -> str:
     the library.
     """
     code = getattr(function, "__code__", None)
-    if code is None or not _is_users(code.co_filename):
+    if code is None or not is_users_file(code.co_filename):
         return ""
     return _line_text(code.co_filename, code.co_firstlineno, code.co_name)
 
@@ -77,7 +78,7 @@ def _users_line(error: BaseException) -> str:
     lines = [
         _line_text(code.co_filename, line, code.co_name)
         for code, line in _frames(error)
-        if _is_users(code.co_filename)
+        if is_users_file(code.co_filename)
     ]
     if not lines:
         return ""
@@ -105,7 +106,7 @@ def _users_class(author: Any) -> str:
     """
     for kind in type(author).__mro__:
         codes = [getattr(function, "__code__", _LIBRARY_CODE) for function in vars(kind).values()]
-        users_codes = [code for code in codes if _is_users(code.co_filename)]
+        users_codes = [code for code in codes if is_users_file(code.co_filename)]
         if users_codes:
             first = min(users_codes, key=lambda code: code.co_firstlineno)
             file = Path(first.co_filename).name
@@ -129,7 +130,7 @@ def _line_text(filename: str, line: int, function: str) -> str:
 
 
 @cache
-def _is_users(filename: str) -> bool:
+def is_users_file(filename: str) -> bool:
     """Whether a file is a user's: not part of this library, of Python, or of an installed package,
     and a real file or an interactive input.
     """
@@ -141,6 +142,23 @@ def _is_users(filename: str) -> bool:
         {"site-packages", "dist-packages"} & set(path.parts)
         or {_LIBRARY, *standard} & set(path.parents)
     )
+
+
+def is_identified(target: Any) -> bool:
+    """Whether its file identifies the present code of a class or function.
+
+    What was typed in a notebook has no file. A module that a user's program imported may be older
+    than its file.
+    """
+    module = str(target.__module__)
+    if is_library_module(module):
+        return True
+    try:
+        file = inspect.getfile(target)
+    except TypeError:
+        return False
+    is_imported_by_us = module.startswith(USER) or is_neighbour(Path(file))
+    return is_imported_by_us or not is_users_file(file)
 
 
 # ---- misspelt hooks ------------------------------------------------------------------------------

@@ -131,6 +131,11 @@ def files_of(path: Path) -> list[Path]:
     return [path, *sorted(neighbours - {path})]
 
 
+def is_neighbour(path: Path) -> bool:
+    """Whether a user's file has imported this file from its folder."""
+    return path in _neighbours
+
+
 def class_identity(cls: type) -> list[str]:
     """The name of a class, and the SHA-256 of its file; empty for files of the library."""
     return [f"{cls.__module__}.{cls.__qualname__}", source_digest(cls)]

@@ -43,6 +43,7 @@ from fedstill.core.records import (
     View,
 )
 from fedstill.core.reports import METHOD_REPORT
+from fedstill.core.user_code import is_identified
 from fedstill.core.user_modules import class_identity, is_library_module, source_digest
 from fedstill.data.dataset import examples_digest
 from fedstill.engines.devices import card_named
@@ -81,12 +82,19 @@ class StoredReplies:
     """
 
     def reply(self, engine: SerialEngine, job: ClientJob, make: Callable[[], Reply]) -> Reply:
-        """The stored reply to a job, or the reply that ``make`` computes, which is then stored."""
+        """The stored reply to a job, or the reply that ``make`` computes, which is then stored.
+
+        A reply is not stored if it depends on code that its file does not identify.
+        """
 
         def compute() -> CachedReply:
             return CachedReply(make(), engine.memory.held(job.client))
 
-        cached = self.entry(key_of(inputs_of(engine, job)), compute)
+        inputs = inputs_of(engine, job)
+        code = [type(inputs.work), *constructors(inputs.view.model).values()]
+        if not all(map(is_identified, code)):
+            return make()
+        cached = self.entry(key_of(inputs), compute)
         engine.memory.hold(job.client, cached.client_state)
         return replace(cached.reply, round=job.stage.round, stage=job.stage.index)
 

@@ -20,6 +20,7 @@ from fedstill.core.errors import ConfigError, CorruptFile, Interrupted, RunsFail
 from fedstill.core.fields import plain_value
 from fedstill.core.files import counted, named_path
 from fedstill.core.process_settings import process_settings
+from fedstill.core.registry import LIVE
 from fedstill.engines.devices import check_numbers, slots_for
 from fedstill.report import terminal
 from fedstill.report.page import write_page
@@ -337,9 +338,9 @@ def _check_importable(runs: Sequence[Variant]) -> None:
 
     Runs are separate processes, which import what they need.
     """
-    live_names = {name for run in runs for name in run.settings.live_names}
+    live_names = {live.name for run in runs for live in run.settings.live_objects}
     if live_names:
-        names = ", ".join(sorted(name.removeprefix("python:") for name in live_names))
+        names = ", ".join(sorted(name.removeprefix(LIVE) for name in live_names))
         raise ConfigError(
             f"the runs of a comparison are separate processes, which cannot import {names}; move "
             "it to a file"

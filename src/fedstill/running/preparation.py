@@ -121,7 +121,7 @@ class Prepared:
         if settings.device != "cpu" and issubclass(kind, PooledEngine):
             options["workers"] = 1
         reply_cache = None
-        if settings.reuse and not site and not settings.live_names:
+        if settings.reuse and not site and not settings.live_objects:
             reply_cache = self._reply_cache()
         client_measures = ClientMeasures()
         if measured:

@@ -18,6 +18,7 @@ import contextlib
 import logging
 import math
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +34,8 @@ from fedstill.config.tables import DataTable
 from fedstill.core.errors import ConfigError, CorruptFile, UntrustedCode
 from fedstill.core.files import digest, flat, open_to_read, read_file
 from fedstill.core.records import State
-from fedstill.core.registry import LIVE
 from fedstill.core.reports import json_value
+from fedstill.core.user_code import is_users_file
 from fedstill.core.user_modules import files_of, split_name
 from fedstill.data.sources.catalog import KNOWN
 from fedstill.engines.devices import card_named, is_cuda
@@ -103,7 +104,8 @@ def code_digests(settings: Settings, *, modules: bool = True) -> dict[str, str]:
     """The SHA-256 of each of the user's files that the config names, by path, and of what came from
     Python, by name.
 
-    modules: whether modules beside these files count, too, since the files may import them.
+    modules: whether modules count, too: those beside these files, since the files may import them,
+    and those of the user's that an import path names.
     """
     named = settings.named
     names = [named.method.name, named.model.name, named.partition.name, named.topology.name]
@@ -119,11 +121,23 @@ def code_digests(settings: Settings, *, modules: bool = True) -> dict[str, str]:
     paths = {Path(name.path) for name in code_names if Path(name.path).is_file()}
     if modules:
         paths = {path for file in paths for path in files_of(file)}
+        paths |= _imported_files(names)
     digests = {str(path): digest(read_file(path)) for path in sorted(paths, key=str)}
-    for thing in (named.method, named.model, named.partition):
-        if thing.name in settings.live_names:
-            digests[thing.name] = fingerprint(thing.kind, thing.name)
+    for live in settings.live_objects:
+        digests[live.name] = fingerprint(live.kind, live.name)
     return digests
+
+
+def _imported_files(names: Sequence[str]) -> set[Path]:
+    """The user's files that were imported because a name is an import path, "mylab.nets:Net"."""
+    paths = set()
+    for name in map(split_name, names):
+        if name.is_file or not name.is_code:
+            continue
+        file = getattr(sys.modules.get(name.path), "__file__", None)
+        if file is not None and is_users_file(file) and Path(file).is_file():
+            paths.add(Path(file))
+    return paths
 
 
 def start_fields(settings: Settings, world: RunWorld) -> dict[str, Any]:
@@ -193,7 +207,8 @@ class RunIdentity:
     def changed_code(self, settings: Settings) -> list[str]:
         """The paths of the user's files that have changed since the run started."""
         digests = code_digests(settings)
-        # A module that was put beside these files later is no part of the run.
+        # A module that was put beside these files later is no part of the run. Earlier versions did
+        # not note the modules of import paths.
         named = code_digests(settings, modules=False)
         return [
             path
@@ -277,9 +292,9 @@ def check_same(settings: Settings, start: Mapping[str, Any], start_now: Mapping[
     """
     identity = RunIdentity.noted_in(start)
     for path in identity.changed_code(settings):
-        kind = "the file"
-        if path.startswith(LIVE):
-            kind = "the code"
+        kind = "the code"
+        if path.endswith(".py"):
+            kind = "the file"
         raise _not_same(
             f"{path} is not {kind} that the run was started with; restore the original to resume"
         )

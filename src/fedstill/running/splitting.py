@@ -48,11 +48,7 @@ def draw_split(settings: Settings, train: Examples, seed: int | None = None) -> 
         **_fields(settings, train, seed),
     }
     try:
-        if partition.name in settings.live_names:
-            # A function that was handed over in Python has no file to know it by.
-            parts = function(**arguments)
-        else:
-            parts = cached_split(function, **arguments)
+        parts = cached_split(function, **arguments)
         if not isinstance(parts, ClientSplit):
             parts = _as_arrays(label, parts, function)
     except FedstillError:

@@ -24,6 +24,7 @@ from fedstill.core.errors import ConfigError, DataError, InfeasiblePartition
 from fedstill.core.fields import problem
 from fedstill.core.files import cache_folder, counted, replaced_file
 from fedstill.core.registry import register
+from fedstill.core.user_code import is_identified
 from fedstill.core.user_modules import files_of
 from fedstill.data.client_split import ClientSplit, Positions
 
@@ -245,7 +246,7 @@ def _cache_path(split: Callable[..., Parts], labels: Labels, fields: dict[str, A
     """
     function = inspect.unwrap(split)
     # A method depends on its object, and a closure on the variables of the function around it.
-    if not inspect.isfunction(function) or function.__closure__:
+    if not inspect.isfunction(function) or function.__closure__ or not is_identified(function):
         return None
     try:
         files = files_of(Path(inspect.getfile(function)))
