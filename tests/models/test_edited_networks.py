@@ -69,3 +69,43 @@ def test_a_network_that_is_registered_again_is_another_one() -> None:
     after = features_of({"name": "toy_defined_twice"})
     assert torch.equal(after.relu(), before)
     assert bool((after < 0).any())
+
+
+def initial_weights(model: Any) -> dict[str, Tensor]:
+    """The initial weights of a new run."""
+    return prepare(resolve(toys.toy(model=model)), toys.blobs()).world.initial(SERVER)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"name": "nets.py:Net"},
+        {"name": "low_rank", "of": "nets.py:Net"},
+        {"name": "etf", "of": "low_rank", "arguments": {"of": "nets.py:Net"}},
+    ],
+)
+def test_initial_weights_do_not_depend_on_the_folder_of_a_file(
+    model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = []
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "nets.py").write_text(FILE)
+        (folder / "activations.py").write_text("from torch.nn import ReLU as Activation")
+        monkeypatch.chdir(folder)
+        weights.append(initial_weights(model))
+    first, second = weights
+    assert all(torch.equal(first[entry], second[entry]) for entry in first)
+
+
+def test_a_cell_that_runs_again_has_the_same_initial_weights() -> None:
+    def network_of_cell() -> type[nn.Module]:
+        class Net(nn.Sequential):
+            def __init__(self, classes: int) -> None:
+                super().__init__(nn.Flatten(), nn.Linear(16, classes))
+
+        return Net
+
+    first, second = (initial_weights(network_of_cell()) for _ in range(2))
+    assert all(torch.equal(first[entry], second[entry]) for entry in first)

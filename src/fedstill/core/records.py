@@ -83,8 +83,8 @@ class ModelSpec:
     adds: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """The specification with all options. The seed of the initial weights depends on this
-        text.
+        """The specification with all options. The seed of the initial weights depends on the text
+        (``running.world``).
         """
         return self._with_options(self.name)
 

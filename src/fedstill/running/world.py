@@ -17,6 +17,7 @@ from fedstill.core.errors import ConfigError
 from fedstill.core.keys import drawing_from, seed_for
 from fedstill.core.method import Method
 from fedstill.core.records import SERVER, ModelSpec, Plan, State, Tensors, World, matches
+from fedstill.core.registry import LIVE, short_name
 from fedstill.core.stream import ONE_TASK, Stream
 from fedstill.data.views import SiteViews
 from fedstill.engines import passes, vectorised
@@ -96,9 +97,30 @@ class RunWorld:
         spec = self.model(client)
         if spec not in self._initial:
             self._initial[spec] = contract.initial(
-                spec, seed_for(self.seed, 0, 0, SERVER, f"initial {spec}")
+                spec, seed_for(self.seed, 0, 0, SERVER, f"initial {_weights_key(spec)}")
             )
         return self._initial[spec]
+
+
+def _weights_key(spec: ModelSpec) -> str:
+    """The text on which a network's initial weights depend.
+
+    These are the name and the options, without the folders of files and without the number in
+    ``python:Net-2``: a notebook whose cell ``class Net`` runs again has the same network.
+    """
+    name = short_name(spec.name)
+    if name.startswith(LIVE):
+        name = name.partition("-")[0]
+    return str(replace(spec, name=name, fields=_without_folders(spec.fields)))
+
+
+def _without_folders(value: Any) -> Any:
+    """A value of a network's options in which the names of files have no folder."""
+    if isinstance(value, str):
+        return short_name(value)
+    if isinstance(value, tuple):
+        return tuple(map(_without_folders, value))
+    return value
 
 
 NETWORK_CACHES = (
