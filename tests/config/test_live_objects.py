@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,25 @@ def test_weights_are_part_of_the_identity_of_a_partial_function() -> None:
     first, other = (
         identity("model", functools.partial(nn.Sequential, network)) for network in networks
     )
+    assert first != other
+
+
+def test_functions_are_part_of_the_identity_of_a_partial_function() -> None:
+    """A function has another address in each process."""
+
+    def module_of(offset: int) -> ModuleType:
+        text = f"def by(label):\n    return label + {offset}\n"
+        file = f"<module {offset}>"
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+        module = ModuleType("module")
+        exec(compile(text, file, "exec"), vars(module))
+        return module
+
+    first, same, other = (
+        identity("partition", functools.partial(split_by, owners=module_of(offset).by))
+        for offset in (1, 1, 2)
+    )
+    assert first == same
     assert first != other
 
 

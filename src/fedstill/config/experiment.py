@@ -8,6 +8,7 @@ import copy
 import functools
 import inspect
 import itertools
+import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -375,12 +376,15 @@ def _digest(user_object: Any) -> str:
 
 
 def _argument_parts(function: functools.partial[Any]) -> list[str]:
-    """The arguments of a partial function, and the SHA-256 of arrays and weights, of which ``repr``
-    omits most.
+    """The arguments of a partial function, and the SHA-256 of functions, arrays and weights, of
+    which ``repr`` omits most.
     """
     keywords = sorted(function.keywords.items())
-    parts = [repr((function.args, keywords))]
+    # The address of an object in memory differs in another process.
+    parts = [re.sub(r" at 0x[0-9A-Fa-f]+", "", repr((function.args, keywords)))]
     for argument in [*function.args, *dict(keywords).values()]:
+        if inspect.isroutine(argument):
+            parts.append(_digest(argument))
         if isinstance(argument, nn.Module):
             parts += _weight_digests(argument)
         if isinstance(argument, Tensor):
