@@ -58,6 +58,15 @@ def test_a_home_folder_that_is_not_there_is_an_error() -> None:
         named_path("~nobody-of-that-name/x")
 
 
+def test_a_result_in_place_of_its_directory_is_an_error(home: Path) -> None:
+    result = run(toys.toy(rounds=1), "~/x", toys.blobs())
+    for read in (fedstill.load_runs, fedstill.resume):
+        with pytest.raises(ConfigError, match=r"not a Result; .*result\.directory"):
+            read(result)
+    with pytest.raises(ConfigError, match="not a list; pass one path"):
+        fedstill.Comparison.of([result.directory])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("words", [["--out", ""], ["--out="]])
 def test_an_empty_option_is_no_directory(
     words: list[str], home: Path, capsys: pytest.CaptureFixture[str]

@@ -138,6 +138,8 @@ def test_a_run_by_client_resumes_and_refuses_other_data(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="stopped"):
         fedstill.run(experiment(TABLE), tmp_path / "stopped", data=clients, on_round=stop)
 
+    with pytest.raises(ConfigError, match=r"fedstill\.resume\(.*, data=\.\.\.\)"):
+        fedstill.resume(tmp_path / "stopped")
     other_clients = {"north": rows()[:30], "south": rows()[30:]}
     with pytest.raises(DataError):
         fedstill.resume(tmp_path / "stopped", data=other_clients)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from offline_wandb import offline_runs
 
+import fedstill
 import toys
 from fedstill.core.errors import ConfigError, Interrupted, UnknownName
 from fedstill.core.method import ClientWork
@@ -260,6 +261,26 @@ def test_a_tracker_that_fails_is_one_warning_and_receives_the_other_rounds_on_re
     assert rounds_of_steps() == [0, 1, 2, 3]
     summary = {k: v for k, v in result.summary.items() if isinstance(v, (int, float, str))}
     assert Recorded.ends == [("finished", summary)]
+
+
+def test_the_warning_about_a_tracker_of_ones_own_names_a_call_that_sends_the_rounds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Recorded.fails = "log 2"
+    run(toys.toy(), tmp_path / "run", toys.blobs(), track=Recorded())
+    (line,) = (r.getMessage() for r in caplog.records if r.name == "fedstill.track")
+    assert f"fedstill.resume({str(tmp_path / 'run')!r}, track=...)" in line
+
+    Recorded.fails = ""
+    resume(tmp_path / "run", toys.blobs(), track=Recorded())
+    assert rounds_of_steps() == [0, 1, 2, 3]
+
+
+def test_a_comparison_takes_no_tracker_of_ones_own(tmp_path: Path) -> None:
+    for track in (Recorded(), [Recorded()]):
+        with pytest.raises(ConfigError, match="separate processes: track names trackers"):
+            fedstill.compare(toys.toy(), out=tmp_path / "both", track=track)  # type: ignore[arg-type]
+    assert not (tmp_path / "both").exists()
 
 
 def test_a_damaged_file_of_trackers_is_warned_of(

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from fedstill.core.errors import ConfigError, DiskFull
+from fedstill.core.fields import kind_text
 
 # ---- opening -------------------------------------------------------------------------------------
 
@@ -374,8 +375,13 @@ def remove_files(folder: Path, is_unneeded: Callable[[str], bool]) -> list[str]:
 
 def named_path(path: Path | str) -> Path:
     """The path that a user named; ``~`` is the home folder. Raises ConfigError for an unknown home
-    folder, and for a Windows path.
+    folder, for a Windows path, and for an object that is no path, such as the result of a run.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(
+            f"expected a path, not {kind_text(path)}; pass one path at a time, and "
+            "result.directory for a result"
+        )
     check_windows_path(path)
     try:
         return Path(path).expanduser()

@@ -227,6 +227,11 @@ def compare(  # noqa: PLR0913 - the options of the command compare
     check_numbers(plain_value(devices))
     if isinstance(track, str):
         track = [track]
+    if not isinstance(track, Sequence) or not all(isinstance(name, str) for name in track):
+        raise ConfigError(
+            "the runs of a comparison are separate processes: track names trackers, such as "
+            "track=['mlflow']; fedstill.run accepts your own"
+        )
     requested_folder = None
     if out:
         requested_folder = named_path(out)

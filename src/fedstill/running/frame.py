@@ -8,7 +8,7 @@ after another and only the chosen numbers are kept, so that hundreds of runs fit
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +60,7 @@ def load_runs(
     Raises ConfigError for a path without runs, CorruptFile for a damaged run, UnknownName for a
     metric that none of the runs has.
     """
-    if isinstance(paths, (str, Path)):
+    if isinstance(paths, str) or not isinstance(paths, Iterable):
         paths = [paths]
     if isinstance(metrics, str):
         metrics = [metrics]

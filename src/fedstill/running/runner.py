@@ -13,7 +13,7 @@ from fedstill.config.experiment import Experiment, check_is_experiment
 from fedstill.config.resolve import resolve
 from fedstill.config.settings import Settings
 from fedstill.config.validation import wrong_value
-from fedstill.core.errors import ConfigError
+from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.core.fields import value_text
 from fedstill.core.files import named_path, sweep
 from fedstill.core.keys import drawing_from, seed_for
@@ -244,7 +244,15 @@ def resume(
             send_late(folder, settings, trackers, result.summary)
             return result
         sweep(folder)
-        prepared = prepare_again(settings, folder, dataset)
+        try:
+            prepared = prepare_again(settings, folder, dataset)
+        except UnknownName as error:
+            if error.name != settings.data.name:
+                raise
+            raise ConfigError(
+                f"{error}; if the run was given its data in Python, pass them again: "
+                f"fedstill.resume({str(folder)!r}, data=...)"
+            ) from error
         with closing(
             Driver(prepared, folder, watch or Quiet(), grid, debug, on_round, trackers)
         ) as driver:

@@ -549,10 +549,10 @@ class Tracking:
         except Exception as error:
             self._active.pop(name, None)
             reason = cut_reason(f"{type(error).__name__}: {error}")
-            todo = (
-                f"the run continues without it; `fedstill resume {in_shell(self.folder)}` sends "
-                "missing rounds"
-            )
+            command = f"`fedstill resume {in_shell(self.folder)}`"
+            if name not in TRACKERS:
+                command = f"fedstill.resume({str(self.folder)!r}, track=...) with the same tracker"
+            todo = f"the run continues without it; {command} sends missing rounds"
             log.warning("%s did not accept %s (%s): %s", name, content, reason, todo)
 
 
