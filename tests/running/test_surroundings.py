@@ -11,6 +11,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import fedstill
 import toys
@@ -426,3 +428,20 @@ def test_settings_of_a_run_on_a_card_are_restored(monkeypatch: pytest.MonkeyPatc
         assert switches() != switches_at_start
 
     assert switches() == switches_at_start
+
+
+def test_runs_in_two_threads_have_the_bits_of_runs_after_each_other(tmp_path: Path) -> None:
+    """Clients with dropout draw from torch's global generator, which all threads share."""
+
+    class Dropping(nn.Sequential):
+        def __init__(self, classes: int) -> None:
+            super().__init__(nn.Flatten(), nn.Dropout(0.5), nn.Linear(16, classes))
+
+    def model_of(name: str) -> object:
+        experiment = toys.toy(model=Dropping, rounds=3)
+        result = fedstill.run(experiment, tmp_path / name, toys.blobs())
+        return result.summary["model_sha256"]
+
+    expected = model_of("alone")
+    with ThreadPoolExecutor(3) as threads:
+        assert set(threads.map(model_of, ("first", "second", "third"))) == {expected}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from contextlib import closing
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("fedstill.resume")
+log_of_runs = logging.getLogger("fedstill.run")
 
 # An experiment on data in memory. The data determine the model, the clients and the split, unless
 # the experiment sets them.
@@ -110,6 +113,27 @@ def with_data(experiment: Experiment, data: Dataset) -> Experiment:
 # Running and resuming an experiment.
 
 
+_drawing = threading.RLock()
+"""Held by the thread that prepares and drives a run, as runs seed torch's global generator, which
+all threads share.
+"""
+
+
+@contextmanager
+def _one_run_at_a_time() -> Iterator[None]:
+    """Wait until no other thread of this process prepares or drives a run."""
+    if not _drawing.acquire(blocking=False):
+        log_of_runs.warning(
+            "another thread of this process is executing a run, and this run waits for it; "
+            "fedstill.compare executes runs at the same time, in processes"
+        )
+        _drawing.acquire()
+    try:
+        yield
+    finally:
+        _drawing.release()
+
+
 @process_settings()
 def run(  # noqa: PLR0913 - the options of the command run
     experiment: Experiment,
@@ -156,8 +180,9 @@ def run(  # noqa: PLR0913 - the options of the command run
     if location == "federation":
         _check_in_federation(data, on_round, track)
     trackers = ready_trackers(track)
-    prepared = prepare(settings, dataset)
-    log_warnings(prepared)
+    with _one_run_at_a_time():
+        prepared = prepare(settings, dataset)
+        log_warnings(prepared)
     requested_folder = None
     if out:
         requested_folder = named_path(out)
@@ -176,7 +201,7 @@ def run(  # noqa: PLR0913 - the options of the command run
         return remote.simulate(settings, dataset, folder, lambda ray: again(grid=ray))
     if remote is not None and location == "federation":
         return remote.submit(settings, folder, False, watch or Quiet())
-    with locked(folder):
+    with _one_run_at_a_time(), locked(folder):
         check_used(folder)
         sweep(folder)
         write_config(folder, prepared.settings)
@@ -238,7 +263,7 @@ def resume(
         result = Result.of(folder)  # nothing is written, so that the folder may be read only
         _say_if_stopped_early(result)
         return result
-    with locked(folder):
+    with _one_run_at_a_time(), locked(folder):
         if is_finished(folder):
             result = Result.of(folder)
             send_late(folder, settings, trackers, result.summary)
