@@ -403,6 +403,14 @@ def test_a_model_that_does_not_return_logits_is_refused(name: str, folder: Path)
     assert message in problem(folder, f"model={name}_model.py")
 
 
+def test_a_model_with_a_state_that_is_no_tensor_is_refused(folder: Path) -> None:
+    state = "def get_extra_state(self):\n        return {'epoch': 1}\n\n    def forward("
+    text = MODEL.replace("tiny", "stateful").replace("def forward(", state)
+    (folder / "stateful_model.py").write_text(text)
+    message = problem(folder, "model=stateful_model.py")
+    assert "_extra_state in its state_dict() is a dict, not a tensor" in message
+
+
 BARE = """
 import torch
 from torch import nn

@@ -18,6 +18,7 @@ from torch import Tensor
 from fedstill.config.settings import Settings
 from fedstill.core.capabilities import Need
 from fedstill.core.errors import ConfigError, FedstillError, on_one_line
+from fedstill.core.fields import kind_text
 from fedstill.core.records import ModelSpec, Plan, Stage
 from fedstill.core.rounds import Schedule
 from fedstill.core.user_modules import is_library_module
@@ -89,7 +90,7 @@ def useless_network(networks: Iterable[ModelSpec], sites: SiteViews, trains: boo
     trains: whether the run trains anything.
     """
     for spec in networks:
-        problem = _shared_tensors(spec) or _wrong_output(spec, sites)
+        problem = _shared_tensors(spec) or _extra_state(spec) or _wrong_output(spec, sites)
         if not problem and trains:
             problem = _nothing_to_train(spec)
         problem = problem or _random_evaluation(spec)
@@ -110,6 +111,17 @@ def _shared_tensors(spec: ModelSpec) -> str:
             return (
                 f"model {spec.label}: {first_name} and {name} are one tensor; give it one name, "
                 "and use it twice in forward()"
+            )
+    return ""
+
+
+def _extra_state(spec: ModelSpec) -> str:
+    """An entry of a network's state that is no tensor, and so cannot be averaged or sent."""
+    for name, entry in contract.module(spec).state_dict().items():
+        if not isinstance(entry, Tensor):
+            return (
+                f"model {spec.label}: {name} in its state_dict() is {kind_text(entry)}, not a "
+                "tensor; remove get_extra_state()"
             )
     return ""
 
