@@ -174,6 +174,15 @@ def test_qkt_without_queries_is_refused_before_round_one() -> None:
         prepare(settings, toys.blobs())
 
 
+def test_qkt_whose_clients_lack_no_class_is_not_asked_to_set_draw_again() -> None:
+    query = {"draw": "all", "fewer_than": 1}
+    clients = {"clients": 6}
+    experiment = toys.toy("qkt", rounds=1, topology=clients, partition="iid", query=query)
+    with pytest.raises(IncompatibleMethod, match=r"raise query\.fewer_than") as caught:
+        prepare(resolve(experiment), toys.blobs())
+    assert "query.draw" not in str(caught.value)
+
+
 def test_more_least_than_most_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"query\.least = 4 .*query\.most = 3"):
         QueryRule("multi", 0, least=4)

@@ -296,6 +296,25 @@ def test_by_lack_the_client_asks_for_all_classes_that_it_lacks_and_a_peer_has(lo
     assert answer_query(local, 0, {"by": ("lack",)}, changes=CHANGES).query == lacking
 
 
+def test_a_client_that_lacks_no_class_may_raise_the_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = trained(tmp_path / "run", 1, partition="iid")
+    fewest = Result.of(folder).label_counts().min(axis=1)
+    client = int(fewest.argmax())
+    others_lack = int(fewest[client])
+    assert fewest.min() < others_lack
+    out = ["--out", str(tmp_path / "student.safetensors"), *CHANGE_OPTIONS]
+    words = ["query", str(folder), "--client", str(client), "--by", "lack", *out]
+
+    for limit in (1, others_lack):
+        assert call([*words, "-s", f"query.fewer_than={limit}"]) == 2
+        err = capsys.readouterr().err
+        assert "raise query.fewer_than" in err
+        assert "--classes" not in err
+    assert call([*words, "-s", "query.fewer_than=1000"]) == 0
+
+
 def test_by_need_the_client_asks_for_the_listed_classes_whatever_it_has(
     local: Path,
     classes: ClassesOfClient,

@@ -282,8 +282,8 @@ def query_by_rule(prepared: Prepared, client: int, params: Tensors) -> dict[int,
     query = picked(rule, client, list(reasons_by_class))
     if not query:
         raise ConfigError(
-            f"client {client} has no reason for a query: {_missing_reasons(settings)}; name the "
-            "classes with --classes"
+            f"client {client} has no reason for a query: {_missing_reasons(settings)}; "
+            f"{_other_query(settings)}"
         )
     return {c: reasons_by_class[c] for c in query}
 
@@ -298,6 +298,14 @@ def _missing_reasons(settings: Settings) -> str:
         "need": "the config lists no class that it will need",
     }
     return " and ".join(reasons[trigger] for trigger in table.triggers)
+
+
+def _other_query(settings: Settings) -> str:
+    """What a client without a reason can do, in words."""
+    if "lack" in settings.package_table(QueryTable).triggers:
+        # No class can be named either: a query has only classes of which there are fewer examples.
+        return "name another reason with --by, or raise query.fewer_than with -s"
+    return "name the classes with --classes"
 
 
 def _local_models(folder: Path) -> LocalModels:
@@ -500,7 +508,7 @@ def _check_changes(changes: Mapping[str, Any], query_keys: Iterable[str]) -> Non
         may_change = table in ("method", "plan", "query") and key != "method.name"
         if not may_change:
             raise ConfigError(
-                f"-s {key}: a query can only change fields of QKT and its plans "
+                f"-s {key}: a query can only change fields of QKT, its plans and [query] "
                 "(method.query_weight, plan.transfer.epochs); leave it out"
             )
         if table == "query" and field.partition(".")[0] in query_keys:

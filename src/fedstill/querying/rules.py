@@ -212,6 +212,13 @@ def missing_queries(run: PlannedRun) -> str:
     """The method needs queries, but there are none."""
     if anyone_asks(run.world):
         return ""
+    table = run.settings.package_table(QueryTable)
+    if table.draw != "none":
+        return (
+            f"method {run.method_name} needs queries, but with query.by = {list(table.triggers)} "
+            "no class is eligible for any client; raise query.fewer_than, or add a reason to "
+            "query.by"
+        )
     return (
         f"method {run.method_name} needs queries: set query.draw = 'single', 'multi' or 'all', or "
         "add [query.classes]"

@@ -320,8 +320,9 @@ def query(  # noqa: PLR0913 - the options of the command query
             trains alone. They are read and standardised like the data of the run.
         teachers: Files of further models that can be teachers, in addition to the run's clients.
         out: The file for the student's model. By default, one in the working directory.
-        set_: A value of QKT or of its plans, e.g. -s method.query_weight=2 -s
-            plan.transfer.epochs=10. May be repeated.
+        set_: A value of QKT, of its plans or of the rules for queries, e.g. -s
+            method.query_weight=2 -s plan.transfer.epochs=10 -s query.fewer_than=20. May be
+            repeated.
         trust_code: Trust the code that the run and these models name, if they were not made on this
             machine.
     """
