@@ -48,6 +48,8 @@ def legal_values(hint: Any) -> str:
     '"sum" | "mean"'
     >>> legal_values(Candidates)
     'list, each a number in (0, 1e9], 1 to 100 entries'
+    >>> legal_values(Sequence[int])
+    'list, each a whole number'
     """
     kind = get_origin(hint)
     arguments = get_args(hint)
@@ -58,7 +60,7 @@ def legal_values(hint: Any) -> str:
     if kind is Annotated:
         bounds = [_bound(bound) for bound in arguments[1:]]
         return "".join([legal_values(arguments[0]), *bounds])
-    if kind is tuple and arguments[1:] == (...,):
+    if kind is Sequence or (kind is tuple and arguments[1:] == (...,)):
         return f"list, each a {legal_values(arguments[0])}"
     return _KINDS.get(kind or hint, str(hint))
 
