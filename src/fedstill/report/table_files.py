@@ -218,7 +218,7 @@ def group_named(label: str, compared: Sequence[Group]) -> Group:
     for group in compared:
         if group.label == label:
             return group
-    labels = ", ".join(group.label for group in compared)
+    labels = ", ".join(repr(group.label) for group in compared)
     raise ConfigError(f"no group has the label {label!r}; choose one of {labels}")
 
 
