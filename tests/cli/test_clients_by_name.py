@@ -76,6 +76,15 @@ def test_names_and_numbers_are_one_client(name: str) -> None:
     assert parse_client_number(Path("together"), name) == 2
 
 
+@pytest.mark.uses("querying", "unlearning")
+@pytest.mark.parametrize("command", [["query", "--classes", "ill"], ["unlearn"]])
+def test_a_name_in_a_folder_without_a_run_is_no_wrong_name(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call([*command, str(tmp_path / "nowhere"), "--client", "Bern"]) == 2
+    assert "there is no such directory" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("_in_folder")
 def test_an_unknown_name_comes_with_the_nearest() -> None:
     with pytest.raises(UnknownName, match="Šibenik"):

@@ -65,5 +65,10 @@ def test_an_impossible_export_is_refused(
     assert call(["export", str(tmp_path / "run"), "--csv", str(tmp_path / "file")]) == 2
     assert "cannot make the folder" in capsys.readouterr().err
 
-    assert call(["export", str(tmp_path / "nowhere"), "--csv", str(tmp_path / "out")]) != 0
-    assert "journal" in capsys.readouterr().err
+    assert call(["export", str(tmp_path / "nowhere"), "--csv", str(tmp_path / "out")]) == 2
+    assert "there is no such directory" in capsys.readouterr().err
+
+    several = tmp_path / "several"
+    shutil.copytree(tmp_path / "run", several / "fedavg" / "seed1")
+    assert call(["export", str(several), "--csv", str(tmp_path / "out")]) == 2
+    assert str(several / "fedavg" / "seed1") in capsys.readouterr().err

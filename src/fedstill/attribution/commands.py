@@ -13,6 +13,7 @@ from cyclopts import Parameter, validators
 from fedstill.cli.app import (
     Flag,
     Quiet,
+    check_contains_run,
     number_or_name,
     parse_class_numbers,
     parse_client_number,
@@ -116,7 +117,7 @@ def why_command(  # noqa: PLR0913 - the options of the command why
         quiet: Print no progress.
     """
     from fedstill.attribution.class_changes import find_changes
-    from fedstill.running.directory import hint_without_run, trust_run
+    from fedstill.running.directory import trust_run
     from fedstill.running.runs import read_run
 
     options = {
@@ -133,8 +134,7 @@ def why_command(  # noqa: PLR0913 - the options of the command why
         "--exact": exact,
     }
     check_options([name for name, is_set in options.items() if is_set])
-    if not (directory / JOURNAL).is_file():
-        return say(f"{directory} contains no run: {hint_without_run(directory)}", 2)
+    check_contains_run(directory)
     if trust_code:
         trust_run(directory)
     if not read_run(directory).rounds:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from cyclopts import App, Parameter, Token, validators
 
-from fedstill.core.errors import ConfigError, FedstillError, UnknownName
+from fedstill.core.errors import ConfigError, FedstillError, NoRun, UnknownName
 from fedstill.version import VERSION
 
 if TYPE_CHECKING:
@@ -154,10 +154,20 @@ def say(text: str, code: int) -> int:
 # The classes and clients that a command line names.
 
 
+def check_contains_run(folder: Path) -> None:
+    """Raise NoRun if a path is not the directory of a run."""
+    from fedstill.running.directory import hint_without_run
+    from fedstill.running.journal import JOURNAL
+
+    if not (folder / JOURNAL).is_file():
+        raise NoRun(f"{folder} contains no run: {hint_without_run(folder)}")
+
+
 def parse_class_numbers(folder: Path, texts: Sequence[str]) -> list[int]:
     """Convert what a user typed, names or numbers of classes of a run, to numbers of classes.
 
-    Raises UnknownName for a name that the run in ``folder`` does not have.
+    Raises NoRun if ``folder`` contains no run, and UnknownName for a name that the run does not
+    have.
     """
     names = _names_at_start(folder, "classes")
     return [_parse_number("class", text, names) for text in texts]
@@ -166,7 +176,8 @@ def parse_class_numbers(folder: Path, texts: Sequence[str]) -> list[int]:
 def parse_client_number(folder: Path, text: str) -> int:
     """Convert what a user typed, the name or the number of a client of a run, to its number.
 
-    Raises UnknownName for a name that the run in ``folder`` does not have.
+    Raises NoRun if ``folder`` contains no run, and UnknownName for a name that the run does not
+    have.
     """
     return _parse_number("client", text, _names_at_start(folder, "client_names"))
 
@@ -176,6 +187,7 @@ def _names_at_start(folder: Path, key: str) -> list[str]:
     from fedstill.core.fields import nfc
     from fedstill.running.journal import read_start
 
+    check_contains_run(folder)
     return [nfc(str(name)) for name in read_start(folder).get(key, ())]
 
 

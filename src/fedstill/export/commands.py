@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from fedstill.cli.app import Flag, parse_client_number
+from fedstill.cli.app import Flag, check_contains_run, parse_client_number
 from fedstill.core.errors import ConfigError, UnknownName
 from fedstill.core.files import counted
 
@@ -214,6 +214,10 @@ def _comparison(program: str, error: float) -> str:
 
 def _write_tables(run: Path, file_format: str, folder: Path) -> None:
     from fedstill.report.table_files import write_run_tables
+    from fedstill.running.packs import readable
 
+    is_packed = readable(run) != run
+    if not is_packed:
+        check_contains_run(run)
     for table in write_run_tables(run, file_format, folder):
         print(f"{table.path}: {counted(table.rows, 'row')}, {counted(table.columns, 'column')}")
