@@ -14,7 +14,7 @@ from torch import Tensor
 
 import toys
 from fedstill.config.experiment import Experiment
-from fedstill.core.errors import IncompatibleMethod
+from fedstill.core.errors import ConfigError, IncompatibleMethod
 from fedstill.core.records import World
 from fedstill.core.registry import register
 from fedstill.core.topology import Parallel
@@ -432,3 +432,13 @@ def test_the_census_does_without_the_client(original: Originals, tmp_path: Path)
     retrained(original("census"), UnlearningRequest(clients=(3,)), tmp_path / "new")
     census = [event for event in events(tmp_path / "new") if event.get("name") == "census"]
     assert [event["client"] for event in census] == [0, 1, 2, 4, 5]
+
+
+def test_a_run_without_its_model_is_refused_before_training(
+    original: Originals, tmp_path: Path
+) -> None:
+    run_folder = shutil.copytree(original("census"), tmp_path / "run")
+    (run_folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no model\.safetensors"):
+        retrained(run_folder, UnlearningRequest(clients=(3,)), tmp_path / "new")
+    assert not (tmp_path / "new").exists()

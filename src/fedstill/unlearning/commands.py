@@ -15,7 +15,7 @@ from fedstill.cli.app import (
     Quiet,
     Settings,
     parse_class_numbers,
-    parse_client_number,
+    parse_client_numbers,
     say,
 )
 from fedstill.core.errors import ConfigError, Interrupted
@@ -62,7 +62,7 @@ class ForgottenData:
         from fedstill.unlearning.request import UnlearningRequest
 
         request = UnlearningRequest(
-            clients=tuple(parse_client_number(directory, text) for text in self.client),
+            clients=tuple(parse_client_numbers(directory, self.client)),
             classes=tuple(parse_class_numbers(directory, self.class_)),
             examples=self._positions(directory),
         )

@@ -32,6 +32,7 @@ from fedstill.running.checkpoint import Checkpoints, KeptUpdate, Restored, kept_
 from fedstill.running.directory import settings_of
 from fedstill.running.extensions import run_context, run_extensions
 from fedstill.running.journal import JOURNAL, STOP_REASON, is_finished, read_journal
+from fedstill.running.model_files import FINAL
 from fedstill.running.preparation import Prepared, prepare_again
 from fedstill.running.replay import Without, checkpoints_of
 from fedstill.running.world import first_state
@@ -57,7 +58,9 @@ class OriginalRun:
 
     @classmethod
     def of(cls, folder: Path, data: Dataset | None = None) -> OriginalRun:
-        """The run in a directory; raises ConfigError if it is not finished, or is on real sites."""
+        """The run in a directory. Raises ConfigError if it is not finished, has no model, or is on
+        real sites.
+        """
         settings = settings_of(folder)
         if not is_finished(folder):
             raise ConfigError(
@@ -68,6 +71,12 @@ class OriginalRun:
             raise ConfigError(
                 f"{folder} was trained on real sites, which this process cannot reach; use "
                 "`fedstill deploy unlearn`"
+            )
+        if not (folder / FINAL).is_file():
+            # The certificate of the new run contains the digest of this file.
+            raise ConfigError(
+                f"{folder} has no {FINAL}: a pack contains no models; unlearn from the directory "
+                "that was packed"
             )
         return cls(folder, settings, read_journal(folder / JOURNAL), data)
 
