@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import unicodedata
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from pyarrow import parquet
 
 import fedstill
 from fedstill.cli import call
-from fedstill.cli.app import parse_class_numbers, parse_client_number
+from fedstill.cli.app import parse_class_numbers, parse_client_number, parse_client_numbers
 from fedstill.core.errors import UnknownName
 
 NAMES = ("Bern", "Zadar", "Šibenik")
@@ -207,3 +208,15 @@ def test_why_prints_a_command_for_the_client_and_the_class_that_it_names(
         assert parse_client_number(run, hint[3]) == int(hint[1])
     assert call([*words, "1", "--without", "7", "--rounds", "1"]) == 0
     assert "7 (3)" in capsys.readouterr().out
+
+
+def test_a_name_with_a_comma_is_one_client_of_a_list(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder / "together", tmp_path / "run")
+    journal = copy / "journal.jsonl"
+    first, _, following = journal.read_text(encoding="utf-8").partition("\n")
+    start = json.loads(first)
+    start["client_names"] = ["Bern", "Bern, West", "Zadar"]
+    journal.write_text(f"{json.dumps(start)}\n{following}", encoding="utf-8")
+
+    assert parse_client_numbers(copy, ["Zadar", "Bern", "West"]) == [2, 1]
+    assert parse_client_numbers(copy, ["Bern", "2"]) == [0, 2]

@@ -169,8 +169,15 @@ def parse_class_numbers(folder: Path, texts: Sequence[str]) -> list[int]:
     Raises NoRun if ``folder`` contains no run, and UnknownName for a name that the run does not
     have.
     """
-    names = _names_at_start(folder, "classes")
-    return [_parse_number("class", text, names) for text in texts]
+    return _parse_numbers("class", texts, _names_at_start(folder, "classes"))
+
+
+def parse_client_numbers(folder: Path, texts: Sequence[str]) -> list[int]:
+    """Convert what a user typed, names or numbers of clients of a run, to numbers of clients.
+
+    Raises errors as ``parse_class_numbers``.
+    """
+    return _parse_numbers("client", texts, _names_at_start(folder, "client_names"))
 
 
 def parse_client_number(folder: Path, text: str) -> int:
@@ -189,6 +196,29 @@ def _names_at_start(folder: Path, key: str) -> list[str]:
 
     check_contains_run(folder)
     return [nfc(str(name)) for name in read_start(folder).get(key, ())]
+
+
+def _parse_numbers(kind: str, texts: Sequence[str], names: Sequence[str]) -> list[int]:
+    return [_parse_number(kind, text, names) for text in _with_whole_names(texts, names)]
+
+
+def _with_whole_names(words: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The words of a list, which was split at commas; names that contain commas are whole again.
+
+    >>> _with_whole_names(["Ulm", "South", "3"], ["Ulm", "Ulm, South"])
+    ['Ulm, South', '3']
+    """
+    from fedstill.core.fields import nfc
+
+    by_parts = {tuple(part.strip() for part in name.split(",")): name for name in names}
+    remaining = list(map(nfc, words))
+    whole = []
+    while remaining:
+        matches = [parts for parts in by_parts if tuple(remaining[: len(parts)]) == parts]
+        longest = max(matches, key=len, default=(remaining[0],))
+        whole.append(by_parts.get(longest, remaining[0]))
+        remaining = remaining[len(longest) :]
+    return whole
 
 
 MOST_DIGITS = 18
