@@ -475,3 +475,9 @@ def test_a_file_in_place_of_the_output_folders_is_named(
     Path("runs").touch()
     with pytest.raises(ConfigError, match="runs"), output_folder(None, "compare"):
         pass
+
+
+def test_the_directory_of_a_run_is_no_folder_for_a_comparison(tmp_path: Path) -> None:
+    run(toys.toy(rounds=1), tmp_path / "run", toys.blobs())
+    with pytest.raises(RunExists, match="single run"), claimed(tmp_path / "run"):
+        pass

@@ -457,9 +457,11 @@ def locked(folder: Path) -> Iterator[None]:
 def claimed(folder: Path) -> Iterator[None]:
     """Create the folder of a comparison, if it does not exist, and lock it against other processes.
 
-    Raises RunExists if it is a file, ConfigError if it cannot be created or written, RunBusy if
-    another process has locked it.
+    Raises RunExists if it is a file or the directory of a run, ConfigError if it cannot be created
+    or written, RunBusy if another process has locked it.
     """
+    if holds_run(folder):
+        raise RunExists(*_messages(f"{folder} is the directory of a single run"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
