@@ -135,7 +135,7 @@ def test_owners_with_too_few_examples_are_left_out_and_the_number_of_clients_is_
     assert run.client_names == ("bern", "chur")
     with pytest.raises(ConfigError, match=r"topology\.clients"):
         ready({}, topology={"clients": 4})
-    with pytest.raises(ConfigError, match=r"partition\.kind = 'column'"):
+    with pytest.raises(ConfigError, match=r"partition\.column = 'x'"):
         prepare(resolve(toys.toy(partition={"kind": "column", "column": "x"})), toys.blobs())
     with pytest.raises(ConfigError, match=rf"partition\.least to {max(TRAIN_SIZES)}"):
         ready({"least": 100}, topology={"clients": 3})
