@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import toys
+from fedstill.cli import call
 from fedstill.config.experiment import Experiment
 from fedstill.config.resolve import resolve
 from fedstill.core import registry
@@ -626,6 +627,17 @@ def test_the_budget_is_in_the_journal_and_continued_by_a_resume(tmp_path: Path) 
         run(limited, tmp_path / "short", data=toys.blobs())
     with pytest.raises(BudgetSpent, match="round 2"):
         resume(tmp_path / "short", data=toys.blobs())
+
+
+def test_the_table_of_a_run_has_the_largest_epsilon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = "[privacy]\ngradient_clip = 1.0\ngradient_noise = 1.0\ndelta = 1e-5\n"
+    (tmp_path / "my.toml").write_text(toys.SMALL + settings)
+    assert call(["run", str(tmp_path / "my.toml"), "--out", str(tmp_path / "run"), "-q"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "epsilon" in line]
+    (*_, last) = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "round"]
+    assert float(line.split()[-1]) == pytest.approx(max(last["privacy"]["epsilon"]), abs=0.005)
 
 
 @needs_flower

@@ -248,10 +248,18 @@ def _rows(result: Result, has_queries_each_round: bool) -> Iterator[tuple[str, s
     if summary.get(UNTAUGHT):
         yield "queries without a teacher", str(summary[UNTAUGHT])
 
+    yield from _privacy_rows(summary)
     yield "seconds", f"{summary['seconds']:.1f}"
     for name, seconds in summary.get("seconds_measures", {}).items():
         yield f"of these, for the measure {name}", f"{seconds:.1f}"
     yield "directory", str(result.directory)
+
+
+def _privacy_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The largest privacy loss of any client; empty if a client has no bound."""
+    epsilons = summary.get("privacy", {}).get("epsilon")
+    if epsilons and None not in epsilons:
+        yield "epsilon, largest of any client", f"{max(epsilons):.2f}"
 
 
 MAX_LISTED_SITES = 12
