@@ -246,10 +246,10 @@ def _are_names(labels: Sequence[str]) -> bool:
 
 def _count_tasks(labels: Sequence[str]) -> bool:
     """Whether the labels are the numbers from 1 on; the first one may be the untrained model's."""
-    first, *others = labels
     numbers = [str(row + 1) for row in range(len(labels))]
-    is_after_untrained = first.lower() in UNTRAINED and others == numbers[:-1]
-    return is_after_untrained or list(labels) == numbers
+    if list(labels) == numbers:
+        return True
+    return labels[0].lower() in UNTRAINED and list(labels[1:]) == numbers[:-1]
 
 
 def _is_number(text: str) -> bool:
